@@ -1,0 +1,239 @@
+"""Measures copies in the memory of other nodes: how long a step takes from its seal until
+it is replicated, what that costs the training, and how fast a replaced node reads its
+state out of the memory of its peer.
+
+`python -m benchmarks.peers [--megabytes N] [--rounds N]`. Two nodes with one rank each
+run on this machine, each with a daemon. The rate of the transport is that of the same
+kind of connection between the same two processes, measured in turn with the copies. The
+replaced node recovers from its peer and, with the peer's memory gone too, from the disk,
+and from a disk that is slowed down to 0.2 GB/s.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+
+from benchmarks.delta_saves import slow_reads
+from benchmarks.rows import Row, drop_pages, keep, settled
+from ckptd.agent import Agent
+from ckptd.agent.link.arguments import job_store
+from ckptd.agent.peers.pair import Pair, finish
+from tests.support.nodes import Nodes, nodes
+from tests.support.ranks import HERE, Ranks
+
+JOB = "peers"
+_UNDER_WAY = 2
+_CHUNK = 8 << 20
+
+
+# -- on each rank
+
+
+def begin(sockets: list[Path], megabytes: int) -> None:
+    """Make the agent, and a state that is divided between the two ranks."""
+    rank = dist.get_rank()
+    HERE["agent"] = Agent(JOB, socket=sockets[rank])
+    mesh = init_device_mesh("cpu", (2,))
+    torch.manual_seed(rank)
+    local = torch.randn((megabytes << 20) // 4 // 1024, 1024, device="cpu")
+    HERE["state"] = {"weight": DTensor.from_local(local, mesh, [Shard(0)])}
+    HERE["step"] = 0
+
+
+def connect() -> None:
+    """Make a connection of the kind that carries copies, in each direction."""
+    rank = dist.get_rank()
+    HERE["pairs"] = [
+        Pair(job_store(), f"bench/{sender}", first=rank == sender, seconds=60.0)
+        for sender in range(2)
+    ]
+
+
+def transport(nbytes: int) -> float:
+    """Send `nbytes` to the other rank while as many come from it, and return the
+    seconds.
+    """
+    rank, data = dist.get_rank(), HERE["state"]["weight"].to_local().view(torch.uint8).view(-1)
+    into = torch.empty(2 * _CHUNK, dtype=torch.uint8, device="cpu")
+    dist.barrier()
+    begun = time.perf_counter()
+    under_way: list[list[Any]] = [[], []]
+    for number, offset in enumerate(range(0, nbytes, _CHUNK)):
+        length = min(_CHUNK, nbytes - offset)
+        place = into[(number % 2) * _CHUNK :][:length]
+        for each, work in (
+            (under_way[0], HERE["pairs"][rank].begin_send(data[offset : offset + length])),
+            (under_way[1], HERE["pairs"][1 - rank].begin_receive(place)),
+        ):
+            each.append(work)
+            if len(each) == _UNDER_WAY:
+                finish(each.pop(0), 60.0)
+    for work in (*under_way[0], *under_way[1]):
+        finish(work, 60.0)
+    return time.perf_counter() - begun
+
+
+def copy() -> float:
+    """Take a snapshot in memory, and return the seconds from its seal until it is
+    replicated.
+    """
+    HERE["step"] += 1
+    pending = HERE["agent"].snapshot(HERE["state"], step=HERE["step"], persist=False)
+    pending.wait("sealed")
+    begun = time.perf_counter()
+    pending.wait("replicated", timeout=300)
+    return time.perf_counter() - begun
+
+
+def work(seconds: float) -> int:
+    """Multiply matrices for so long, and return how many."""
+    a = torch.randn(256, 256, device="cpu")
+    until, count = time.perf_counter() + seconds, 0
+    while time.perf_counter() < until:
+        a = (a @ a).clamp(-1, 1)
+        count += 1
+    return count
+
+
+def work_beside(seconds: float, *, replicate: bool) -> int:
+    """Take a snapshot in memory, then multiply matrices, and return how many."""
+    HERE["step"] += 1
+    pending = HERE["agent"].snapshot(
+        HERE["state"], step=HERE["step"], persist=False, replicate=replicate
+    )
+    pending.wait("sealed")
+    dist.barrier()
+    done = work(seconds)
+    if replicate:
+        pending.wait("replicated", timeout=300)
+    return done
+
+
+def save() -> None:
+    """Save a snapshot, and wait until it is replicated and durable."""
+    HERE["step"] += 1
+    pending = HERE["agent"].snapshot(HERE["state"], step=HERE["step"])
+    pending.wait("replicated", timeout=300)
+    pending.wait("durable", timeout=300)
+
+
+def recover(sockets: list[Path], megabytes: int, *, slow: bool) -> tuple[float, int]:
+    """Recover into zeros, from a disk that is slowed down if `slow`. Return the seconds,
+    and the bytes that came from the memory of the other node.
+    """
+    begin(sockets, megabytes)
+    with torch.no_grad():
+        HERE["state"]["weight"].to_local().zero_()
+    dist.barrier()
+    begun = time.perf_counter()
+    with slow_reads() if slow else nullcontext():
+        found = HERE["agent"].recover(HERE["state"])
+    assert found is not None
+    return time.perf_counter() - begun, found.peer_bytes
+
+
+# -- the measurements
+
+
+def measure_copies(place: Nodes, megabytes: int, rounds: int) -> list[Row]:
+    sockets = [node.home.socket for node in place]
+    nbytes = megabytes << 20
+    with Ranks(2) as ranks:
+        ranks.call(begin, sockets, megabytes)
+        ranks.call(connect)
+        ranks.call(copy)
+        rates, copies, plain, beside = [], [], [], []
+        for _ in range(rounds):
+            rates.append(max(ranks.call(transport, nbytes)))
+            copies.append(max(ranks.call(copy)))
+            plain.append(sum(ranks.call(_plain_work, 2.0)))
+            beside.append(sum(ranks.call(_beside_work, 2.0)))
+        ratio = median(copy / rate for copy, rate in zip(copies, rates, strict=True))
+        lost = 1 - median(b / p for b, p in zip(beside, plain, strict=True))
+        return [
+            Row(
+                name="seal to replicated / bytes at the transport's rate", value=ratio, unit="x",
+                limit=1.3, beside={
+                    "seconds": median(copies), "GB/s": nbytes / 1e9 / median(copies),
+                    "transport GB/s": nbytes / 1e9 / median(rates),
+                },
+            ),
+            Row(
+                name="work lost while a snapshot is copied, in 2 s", value=100 * lost, unit="%",
+            ),
+        ]  # fmt: skip
+
+
+def _plain_work(seconds: float) -> int:
+    return work_beside(seconds, replicate=False)
+
+
+def _beside_work(seconds: float) -> int:
+    return work_beside(seconds, replicate=True)
+
+
+def measure_recovery(place: Nodes, megabytes: int, rounds: int) -> list[Row]:
+    sockets = [node.home.socket for node in place]
+    nbytes, rates = megabytes << 20, []
+    found: dict[str, list[float]] = {"peer": [], "slow disk": [], "disk": []}
+    for _ in range(rounds):
+        with Ranks(2) as ranks:
+            ranks.call(begin, sockets, megabytes)
+            ranks.call(connect)
+            rates.append(max(ranks.call(transport, nbytes)))
+            ranks.call(save)
+        for way in found:
+            for node in place[1:] if way == "peer" else place:
+                node.lose()
+                node.start()
+            drop_pages(place.path)
+            settled(place.path)
+            with Ranks(2) as ranks:
+                seconds, copied = ranks.call(
+                    partial(recover, slow=way == "slow disk"), sockets, megabytes
+                )[1]
+                assert (copied >= nbytes) == (way == "peer"), (way, copied)
+                found[way].append(seconds)
+    peer = median(found["peer"])
+    return [
+        Row(
+            name="recovery of a replaced node: rate / transport's rate",
+            value=median(rates) / peer, unit="x", limit=0.6, at_most=False,
+            beside={
+                "seconds": peer, "GB/s": nbytes / 1e9 / peer,
+                "transport GB/s": nbytes / 1e9 / median(rates),
+            },
+        ),
+        Row(
+            name="recovery of a replaced node: a disk of 0.2 GB/s / the peer",
+            value=median(found["slow disk"]) / peer, unit="x", limit=2.0, at_most=False,
+            beside={"this disk / the peer": median(found["disk"]) / peer},
+        ),
+    ]  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--megabytes", type=int, default=512, help="of the state of each rank")
+    parser.add_argument("--rounds", type=int, default=5)
+    options = parser.parse_args()
+    with nodes(2, environ={"CKPTD_REPLICAS": "1"}) as place:
+        rows = measure_copies(place, options.megabytes, options.rounds)
+    with nodes(2, environ={"CKPTD_REPLICAS": "1"}) as place:
+        rows += measure_recovery(place, options.megabytes, options.rounds)
+    keep(rows, "peers")
+
+
+if __name__ == "__main__":
+    main()
