@@ -198,7 +198,7 @@ def measure_recovery(place: Nodes, megabytes: int, rounds: int) -> list[Row]:
                 node.lose()
                 node.start()
             drop_pages(place.path)
-            settled(place.path)
+            settled()
             with Ranks(2) as ranks:
                 seconds, copied = ranks.call(
                     partial(recover, slow=way == "slow disk"), sockets, megabytes

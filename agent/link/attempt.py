@@ -52,7 +52,7 @@ class BegunAttempt(NamedTuple):
     node: Membership | None
     leaders: list[int]
     peer: int = -1
-    sources: Sequence[int] = ()
+    sources: tuple[int, ...] = ()
     alone: str = ""
 
 
@@ -198,7 +198,9 @@ def as_begun(attempt: int, places: Sequence[RankPlace], identity: str) -> list[B
     for rank, peer in peers.items():
         sources.setdefault(peer, []).append(rank)
     return [
-        BegunAttempt(attempt, node, leaders, peers.get(rank, -1), sources.get(rank, []), alone)
+        BegunAttempt(
+            attempt, node, leaders, peers.get(rank, -1), tuple(sources.get(rank, ())), alone
+        )
         for rank, node in enumerate(nodes)
     ]
 

@@ -45,7 +45,12 @@ class Served:
 
 
 def welcome(
-    instance: str = "", root: str = "/ckpts", identity: str = "", *, refuses: bool = False
+    instance: str = "",
+    root: str = "/ckpts",
+    identity: str = "",
+    *,
+    refuses: bool = False,
+    **settings: Any,
 ) -> m.Welcome:
     """Return the welcome of a daemon.
 
@@ -53,8 +58,9 @@ def welcome(
     """
     features = ["nodes", *(["refuses"] if refuses else [])] if instance else []
     return m.Welcome(
-        re=1, version=1, features=features, root=root, instance=instance, identity=identity
-    )
+        re=1, version=1, features=features, root=root, instance=instance, identity=identity,
+        **settings,
+    )  # fmt: skip
 
 
 def meet(*ranks: tuple[m.Welcome, str]) -> list[attempt.BegunAttempt | CkptdError]:
@@ -185,3 +191,47 @@ def test_of_several_ranks_none_asks_again() -> None:
         attempt._begin(
             cast(Client, served), "gpt", cast(Any, SimpleNamespace(rank=0, world_size=2)), 0, None
         )
+
+
+# -- copies in the memory of other nodes
+
+
+def copies(*nodes: dict[str, Any]) -> list[tuple[int, tuple[int, ...], str]]:
+    """Return the peer, the sources and the reason of each rank, given the settings of the
+    daemon of each node. Each node has two ranks.
+    """
+    daemons = [welcome(f"node{number}", **settings) for number, settings in enumerate(nodes)]
+    found = meet(*((daemon, "gpt") for daemon in daemons for _ in range(2)))
+    return [
+        (begun.peer, begun.sources, begun.alone)
+        for begun in found
+        if isinstance(begun, attempt.BegunAttempt)
+    ]
+
+
+def test_each_rank_learns_where_its_copies_go_and_whose_copies_come() -> None:
+    assert copies({"replicas": 1}, {"replicas": 1}, {"replicas": 1}) == [
+        (2, (4,), ""), (3, (5,), ""), (4, (0,), ""), (5, (1,), ""), (0, (2,), ""), (1, (3,), ""),
+    ]  # fmt: skip
+
+
+def test_copies_are_off_by_default() -> None:
+    assert copies({}, {}) == [(-1, (), "")] * 4
+
+
+@pytest.mark.parametrize(
+    ("nodes", "why"),
+    [
+        (({"replicas": 1}, {}), "is set to replicas = 0, and others to 1: set the same on all"),
+        (
+            ({"replicas": 1, "domain": "rack7"}, {"replicas": 1, "domain": "rack7"}),
+            "all 2 nodes are in the domain 'rack7', and none could hold the copies of another one",
+        ),
+    ],
+)
+def test_all_ranks_learn_why_there_are_no_copies(
+    nodes: tuple[dict[str, Any], ...], why: str
+) -> None:
+    found = copies(*nodes)
+    assert [(peer, sources) for peer, sources, _ in found] == [(-1, ())] * 4
+    assert all(why in said for _, _, said in found)
