@@ -517,8 +517,7 @@ class Job:
         """Return True if all nodes have copied this step of the newest attempt to their
         peers, or copy it now.
         """
-        answer = self.answer
-        return not answer.alone and (step == answer.replicating or step in answer.replicated)
+        return step == self.answer.replicating or step in self.answer.replicated
 
     def is_settled(self, snapshot: Snapshot) -> bool:
         """Return True if nothing reads the snapshot's slots, and no save of it is
