@@ -516,6 +516,9 @@ class Job:
     def is_in_peers(self, step: int) -> bool:
         """Return True if all nodes have copied this step of the newest attempt to their
         peers, or copy it now.
+
+        A copied step stays so after the copies have ended: the ranks were told that it
+        outlives a node.
         """
         return step == self.answer.replicating or step in self.answer.replicated
 

@@ -26,11 +26,10 @@ import functools
 import itertools
 import random
 import resource
-import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import msgspec
@@ -151,7 +150,7 @@ class Model:
     covered: int = 1
     failures: bool = True
     breaks: bool = False
-    rules: Rules = Rules()
+    rules: Rules = field(default=Rules(), repr=False)
 
     def explore(self, most: int = 10_000_000) -> tuple[int, str]:
         """Visit states breadth first, `most` at most.
@@ -309,9 +308,7 @@ class Model:
         if full or self.failures:
             yield (
                 f"node {number} does not take step {step}",
-                self._with(
-                    state, number, node._replace(taken=step, failed=node.failed | {step})
-                ),
+                self._with(state, number, node._replace(taken=step, failed=node.failed | {step})),
             )
         if not full:
             sealed = node._replace(taken=step, slots=(*node.slots, (step, HELD)))
@@ -572,9 +569,7 @@ def _verdict(
 @functools.lru_cache(maxsize=1 << 17)
 def _holding(model: Model, number: int, node: NodeState) -> bytes:
     """Return what a node shows on the board, encoded."""
-    return msgspec.msgpack.encode(
-        holdings.holding(_job(model, number, node, here=True), "a node")
-    )
+    return msgspec.msgpack.encode(holdings.holding(_job(model, number, node, here=True), "a node"))
 
 
 @functools.lru_cache(maxsize=1 << 17)
@@ -621,3 +616,58 @@ def _receipt(step: int, node: int, count: int) -> Receipt:
         job="gpt", attempt=1, step=step, tag=_tag(step), node=Membership(run_id=CLAIM,
         ranks=[node]), host=f"node{node}", world_size=count, global_plan="00", parts=[part],
     )  # fmt: skip
+
+
+def _searches() -> Iterator[Model]:
+    """Yield models that are too large for a test."""
+    for persist in ((False,) * 3, (False, True, False), (True,) * 3):
+        yield Model(persist, (True, False, True), slots=3, losses=1, breaks=True)
+    yield Model((False,) * 3, (True,) * 3, slots=3, losses=1, breaks=True)
+    yield Model((False,) * 2, (True,) * 2, count=3, slots=3, losses=1, breaks=True)
+
+
+def _any_model(chance: random.Random) -> Model:
+    """Return a model of a few nodes that take 5 to 9 steps."""
+    steps, saved = chance.randint(5, 9), chance.choice((0, 0.3))
+    return Model(
+        persist=tuple(chance.random() < saved for _ in range(steps)),
+        replicate=tuple(chance.random() < 0.6 for _ in range(steps)),
+        count=chance.choice((2, 3, 4)),
+        slots=chance.choice((3, 4, 5)),
+        losses=1,
+        failures=chance.random() < 0.4,
+        breaks=chance.random() < 0.3,
+    )
+
+
+def main() -> None:
+    """Search for longer than the tests do. Print the number and the rate of the states or
+    events of each search, and the first broken promise.
+    """
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument("--most", type=int, default=1_000_000, help="states of each search")
+    parser.add_argument("--walks", type=int, default=10_000, help="random walks, each of any job")
+    parser.add_argument("--seed", type=int, default=1)
+    asked = parser.parse_args()
+    for model in _searches():
+        begun = time.monotonic()
+        states, problem = model.explore(asked.most)
+        _report(f"{states:,d} states", states, begun, f"{model}: {problem or 'nothing broken'}")
+    begun, events, chance = time.monotonic(), 0, random.Random(asked.seed)
+    for _ in range(asked.walks):
+        model = _any_model(chance)
+        found, problem = model.wander(1, chance.randrange(1 << 32))
+        events += found
+        if problem:
+            print(f"{model}: {problem}")
+    _report(f"{events:,d} events", events, begun, f"{asked.walks:,d} walks")
+
+
+def _report(count: str, number: int, begun: float, text: str) -> None:
+    gigabytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (1 << 20)
+    rate = number / (time.monotonic() - begun)
+    print(f"{count}, {rate:,.0f} a second, {gigabytes:.1f} GiB: {text}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
