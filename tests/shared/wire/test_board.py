@@ -61,7 +61,7 @@ def test_a_node_that_has_shown_nothing_holds_nothing_up() -> None:
 
 
 def test_a_step_is_replicated_once_all_nodes_have_whole_copies_on_others() -> None:
-    held = {"held": [1], "wanted": [1], "done": 1}
+    held: dict[str, Any] = {"held": [1], "wanted": [1], "done": 1}
     first = {"a": Holding(**held, ranks=[0]), "b": Holding(**held, ranks=[1], hosted={1: [0]})}
     found = answer(first, NOTHING)
     assert found == Answer(common=[1], replicating=1)
@@ -72,7 +72,7 @@ def test_a_step_is_replicated_once_all_nodes_have_whole_copies_on_others() -> No
 def test_no_step_is_replicated_any_more_once_a_copy_has_failed() -> None:
     """Its slots may be free by then. A step that was replicated before stays so."""
     before = Answer(common=[1, 2], replicating=2, replicated=[1])
-    held = {"held": [1, 2], "wanted": [1, 2], "done": 2}
+    held: dict[str, Any] = {"held": [1, 2], "wanted": [1, 2], "done": 2}
     ended = answer(
         {"a": Holding(**held, ranks=[0], alone="rank 0: lost"), "b": Holding(**held, ranks=[1])},
         before,
