@@ -220,25 +220,6 @@ def test_a_snapshot_in_memory_only_stays_until_all_nodes_hold_a_newer_one() -> N
     assert made.releasable() == [old]
 
 
-def test_a_replicated_step_stays_until_a_newer_one_is_replicated_or_durable() -> None:
-    old, new = snapshot(5, persist=False), snapshot(6, persist=False)
-    made = job(old, new, answer=Answer(common=[5, 6], replicating=5))
-    assert made.releasable() == []
-    made.answer = Answer(common=[5, 6], replicating=6, replicated=[5])
-    assert made.releasable() == []
-    made.answer = Answer(common=[5, 6], replicated=[5, 6])
-    assert made.releasable() == [old]
-
-
-def test_a_replicated_step_stays_after_the_last_copy() -> None:
-    """A step that was only being copied does not: no node can copy it any more."""
-    old, new = snapshot(5, persist=False), snapshot(6, persist=False)
-    made = job(old, new, answer=Answer(common=[5, 6], replicated=[5], alone="a copy failed"))
-    assert made.releasable() == []
-    made.answer = Answer(common=[5, 6], alone="a copy failed")
-    assert made.releasable() == [old]
-
-
 def test_all_that_is_held_is_owed_when_a_trainer_is_gone() -> None:
     old, new, dead = (
         snapshot(5, persist=False),

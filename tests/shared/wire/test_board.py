@@ -60,15 +60,6 @@ def test_a_node_that_has_shown_nothing_holds_nothing_up() -> None:
     assert answer({}, NOTHING) == NOTHING
 
 
-def test_a_step_is_replicated_once_all_nodes_have_whole_copies_on_others() -> None:
-    held: dict[str, Any] = {"held": [1], "wanted": [1], "done": 1}
-    first = {"a": Holding(**held, ranks=[0]), "b": Holding(**held, ranks=[1], hosted={1: [0]})}
-    found = answer(first, NOTHING)
-    assert found == Answer(common=[1], replicating=1)
-    both = first | {"a": Holding(**held, ranks=[0], hosted={1: [1]})}
-    assert answer(both, found) == Answer(common=[1], replicated=[1])
-
-
 def test_no_step_is_replicated_any_more_once_a_copy_has_failed() -> None:
     """Its slots may be free by then. A step that was replicated before stays so."""
     before = Answer(common=[1, 2], replicating=2, replicated=[1])
