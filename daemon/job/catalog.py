@@ -516,9 +516,11 @@ class Job:
     def is_in_peers(self, step: int) -> bool:
         """Return True if all nodes have copied this step of the newest attempt to their
         peers, or copy it now.
+
+        A copied step stays so after the copies have ended: the ranks were told that it
+        outlives a node.
         """
-        answer = self.answer
-        return not answer.alone and (step == answer.replicating or step in answer.replicated)
+        return step == self.answer.replicating or step in self.answer.replicated
 
     def is_settled(self, snapshot: Snapshot) -> bool:
         """Return True if nothing reads the snapshot's slots, and no save of it is

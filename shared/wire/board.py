@@ -138,7 +138,9 @@ def answer(nodes: Mapping[str, Holding], before: Answer) -> Answer:
     alone = before.alone or next(
         (f"{node.alone} ({name})"[:MOST_TEXT] for name, node in nodes.items() if node.alone), ""
     )
-    replicated = sorted({*before.replicated, *_copied(nodes.values(), common)})
+    # Without a step to copy, the nodes have begun to free their own slots of the last one.
+    copied = set[int]() if alone else _copied(nodes.values(), common)
+    replicated = sorted({*before.replicated, *copied})
     return Answer(
         common=sorted(common)[-MOST_STEPS:],
         dead={step: dead[step] for step in sorted(dead)[-MOST_STEPS:]},

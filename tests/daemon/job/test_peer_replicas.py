@@ -141,7 +141,8 @@ def test_a_copy_of_an_earlier_attempt_stays_for_recoveries_until_a_new_step_is_i
         (Answer(common=[5, 6], replicated=[5]), False),
         (Answer(common=[5, 6], replicating=5), False),
         (Answer(common=[5, 6], replicated=[5, 6]), True),
-        (Answer(common=[5, 6], replicated=[5], alone="the peer is gone"), True),
+        (Answer(common=[5, 6], replicated=[5], alone="the peer is gone"), False),
+        (Answer(common=[5, 6], alone="the peer is gone"), True),
     ],
 )
 def test_a_step_that_is_in_the_peers_keeps_its_slots_until_a_later_one_is(

@@ -60,6 +60,22 @@ def test_a_node_that_has_shown_nothing_holds_nothing_up() -> None:
     assert answer({}, NOTHING) == NOTHING
 
 
+def test_no_step_is_replicated_any_more_once_a_copy_has_failed() -> None:
+    """Its slots may be free by then. A step that was replicated before stays so."""
+    before = Answer(common=[1, 2], replicating=2, replicated=[1])
+    held: dict[str, Any] = {"held": [1, 2], "wanted": [1, 2], "done": 2}
+    ended = answer(
+        {"a": Holding(**held, ranks=[0], alone="rank 0: lost"), "b": Holding(**held, ranks=[1])},
+        before,
+    )
+    assert ended == Answer(common=[1, 2], replicated=[1], alone="rank 0: lost (a)")
+    whole = {
+        "a": Holding(**held, ranks=[0], hosted={2: [1]}),
+        "b": Holding(**held, ranks=[1], hosted={2: [0]}),
+    }
+    assert answer(whole, ended) == ended
+
+
 def test_an_answer_stays_small() -> None:
     found = NOTHING
     for step in range(3 * MOST_STEPS):
