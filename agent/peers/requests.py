@@ -14,9 +14,9 @@ import torch
 from crc32c import crc32c
 from torch.distributed import Work
 
+from ckptd.agent.copy.checked_copy import copy_pieces
 from ckptd.agent.peers.pair import Pair, finish
 from ckptd.agent.plan.layout import memory
-from ckptd.agent.read.staged_source import copy_to
 from ckptd.shared.errors import IntegrityError, PeerLost
 from ckptd.shared.formats.part import Chunk
 from ckptd.shared.formats.plan import ChunkRange
@@ -145,22 +145,18 @@ class PeerSlot:
         Raises IntegrityError if it is not that of the part, and PeerLost.
         """
         chunk = self._chunks[number]
+        length = chunk.raw_length
         direct = len(pieces) == 1
-        data = (
-            torch.frombuffer(pieces[0], dtype=torch.uint8)
-            if direct
-            else self._buffer(chunk.raw_length)
-        )
+        data = torch.frombuffer(pieces[0], dtype=torch.uint8) if direct else self._buffer(length)
         try:
             self._requests.read(self._rank, number, data)
         except PeerLost as error:
             raise PeerLost(f"rank {self._peer} does not send it: {error}") from None
-        if crc32c(memory(data, chunk.raw_length)) != chunk.raw_crc:
+        crc = crc32c(memory(data, length)) if direct else copy_pieces(data.data_ptr(), pieces)
+        if crc != chunk.raw_crc:
             raise IntegrityError(
                 f"rank {self._peer} has sent other bytes as chunk {number} than were saved"
             )
-        if not direct:
-            copy_to(data, pieces)
         self._sound.add(number)
         return True
 

@@ -183,7 +183,13 @@ class StagedSource:
         data = self._staged.get(number)
         if data is None:
             return False
-        copy_to(data, pieces)
+        address = data.data_ptr()
+        for piece in pieces:
+            if piece:
+                # Unlike an assignment to a memoryview, it lets other threads run.
+                target = ctypes.addressof(ctypes.c_char.from_buffer(piece))
+                ctypes.memmove(target, address, len(piece))
+                address += len(piece)
         return True
 
     def _check_open(self) -> None:
@@ -199,19 +205,6 @@ class StagedSource:
             self._staged.clear()
         if not closed:
             self.inner.close()
-
-
-def copy_to(data: torch.Tensor, pieces: Sequence[memoryview]) -> None:
-    """Copy the bytes of a contiguous tensor in CPU memory into one buffer after another.
-
-    Unlike assignments to the buffers, this lets other threads run.
-    """
-    address = data.data_ptr()
-    for piece in pieces:
-        if piece:
-            target = ctypes.addressof(ctypes.c_char.from_buffer(piece))
-            ctypes.memmove(target, address, len(piece))
-            address += len(piece)
 
 
 def _part(source: PartReader | PartWithSlot) -> PartReader:
