@@ -70,7 +70,8 @@ class Peers:
     def __init__(self, slots: dict[int, SlotSource]) -> None:
         self.error: Exception | None = None
         store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        self._thread = threading.Thread(target=self._serve, args=(store.clone(), slots))
+        client = store.clone()  # type: ignore[attr-defined]
+        self._thread = threading.Thread(target=self._serve, args=(client, slots))
         self._thread.start()
         self.requests = Requests(Pair(store, "pair", first=False, seconds=30.0))
 

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from ckptd.agent import Recovered
 from ckptd.agent.peers import requests
 from ckptd.shared import names
+from ckptd.shared.formats import manifest as manifests
 from ckptd.shared.formats.part import PartReader
 from ckptd.shared.formats.segment import SlotState, read_header
 from ckptd.shared.storage.locate import open_root
@@ -30,20 +31,35 @@ SHARD = (ROWS + DRIFT) * COLUMNS * 4 // 4
 """The bytes of the two shards that each of four ranks has."""
 
 
-@pytest.fixture
-def two() -> Iterator[Nodes]:
-    """Two nodes after a job of four ranks has saved step 5. The second one is replaced."""
-    with nodes(2) as made:
+def _large_manifests() -> None:
+    """Make this daemon put the metadata of checkpoints into an object, so that parts are
+    opened on demand.
+    """
+    manifests.MOST_INLINE = 0
+
+
+@pytest.fixture(params=[False])
+def two(request: pytest.FixtureRequest) -> Iterator[Nodes]:
+    """Two nodes after a job of four ranks has saved step 5. The second one is replaced.
+
+    The parameter is True for a checkpoint whose parts are opened on demand.
+    """
+    first = _large_manifests if request.param else None
+    with nodes(2, first=first) as made:
         with Ranks(4) as ranks:
             ranks.call(begin, sockets(made, 0, 0, 1, 1))
             assert ranks.call(take, 5) == [""] * 4
         made[1].lose()
-        made[1].start()
+        made[1].start(first=first)
         yield made
 
 
 def recovered(
-    two: Nodes, *where: int, armed: dict[int, str] | None = None, seconds: float | None = None
+    two: Nodes,
+    *where: int,
+    armed: dict[int, str] | None = None,
+    seconds: float | None = None,
+    same_partition: bool = False,
 ) -> tuple[list[int], list[int], list[list[str]]]:
     """Recover on ranks of these nodes.
 
@@ -51,13 +67,13 @@ def recovered(
     memory of other nodes, and its warnings about memory.
     """
     with Ranks(len(where)) as ranks:
-        found = ranks.call(_recover, sockets(two, *where), armed or {}, seconds)
+        found = ranks.call(_recover, sockets(two, *where), armed or {}, seconds, same_partition)
     own, peers, warned = zip(*found, strict=True)
     return list(own), list(peers), list(warned)
 
 
 def _recover(
-    where: list[Path], armed: dict[int, str], seconds: float | None
+    where: list[Path], armed: dict[int, str], seconds: float | None, same_partition: bool
 ) -> tuple[int, int, list[str]]:
     warned: list[str] = []
     handler = logging.Handler(logging.WARNING)
@@ -68,7 +84,9 @@ def _recover(
     if seconds is not None:
         requests.SECONDS = seconds
     state = state_of(-1)
-    found: Recovered = HERE["agent"].recover(state, on_reshape=lambda key, values: values[-1])
+    found: Recovered = HERE["agent"].recover(
+        state, on_reshape=lambda key, values: values[-1], same_partition=same_partition
+    )
     check(state, 5)
     assert (found.tag, found.source, found.passed_over) == (TAG, "storage", [])
     about_memory = [text for text in warned if "memory" in text]
@@ -99,14 +117,21 @@ def damage_slots(two: Nodes, *ranks: int) -> None:
                 os.pwrite(file.fileno(), b"\xa5" * 8, header.data_offset + 64)
 
 
-def test_ranks_of_a_replaced_node_read_their_parts_from_the_memory_of_another(two: Nodes) -> None:
+@pytest.mark.parametrize(
+    ("two", "same_partition"), [(False, False), (True, True)], indirect=["two"]
+)
+def test_ranks_of_a_replaced_node_read_their_parts_from_the_memory_of_another(
+    two: Nodes, same_partition: bool
+) -> None:
     """The ranks have changed places, so that the node that is left has the parts of the ranks
     on the replaced one. The damaged chunks show that storage is not read.
     """
     repository = open_root(two.root)
+    on_demand = repository.read_manifest(JOB, TAG).metadata_object is not None
+    assert on_demand == same_partition
     for rank in (0, 1):
         damage(repository, rank)
-    own, peers, warned = recovered(two, 1, 1, 0, 0)
+    own, peers, warned = recovered(two, 1, 1, 0, 0, same_partition=same_partition)
     assert min(peers[:2]) >= SHARD
     assert own[:2] == [0, 0]
     assert warned == [[]] * 4
