@@ -177,3 +177,29 @@ def test_ranks_that_do_not_send_are_replaced_by_storage(
         text for text in warned[0] + warned[1] if told in text and " does not send it: " in text
     ]
     assert warned[2:] == [[], []]
+
+
+def _take_and_copy() -> str:
+    pending = HERE["agent"].snapshot(state_of(5), step=5)
+    pending.wait("durable", timeout=60)
+    pending.wait("replicated", timeout=60)
+    return str(pending.error or "")
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_ranks_of_a_replaced_node_read_their_own_parts_from_peer_replicas(lost: int) -> None:
+    """No chunk of their parts is sound on storage, except those of values documents."""
+    where = (0, 0, 1, 1)
+    with nodes(2, environ={"CKPTD_REPLICAS": "1"}) as two:
+        with Ranks(4) as ranks:
+            ranks.call(begin, sockets(two, *where))
+            assert ranks.call(_take_and_copy) == [""] * 4
+        two[lost].lose()
+        two[lost].start()
+        replaced = [rank for rank, node in enumerate(where) if node == lost]
+        for rank in replaced:
+            damage(open_root(two.root), rank)
+        own, peers, warned = recovered(two, *where)
+    assert [own[rank] for rank in replaced] == [0, 0]
+    assert min(peers[rank] for rank in replaced) >= SHARD
+    assert warned == [[]] * 4
