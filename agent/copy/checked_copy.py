@@ -193,15 +193,27 @@ def copy_out(address: int, pieces: Sequence[memoryview]) -> int:
     Runs on the calling thread only. Raises OSError, and copies nothing, if the memory
     cannot be read. `copy_bytes` must not be None.
     """
-    assert copy_bytes is not None
+    with present(address, sum(map(len, pieces))):
+        return copy_pieces(address, pieces)
+
+
+def copy_pieces(address: int, pieces: Sequence[memoryview]) -> int:
+    """Copy bytes of this process's own memory, from `address` on, into one buffer after
+    another. Return the crc32c of all of them.
+
+    Other threads run meanwhile.
+    """
     pieces = [piece for piece in pieces if len(piece)]
     lengths = [len(piece) for piece in pieces]
     targets = [ctypes.addressof(ctypes.c_char.from_buffer(piece)) for piece in pieces]
-    length = sum(lengths)
-    with present(address, length):
-        (crc,) = copy_bytes(
-            targets, list(accumulate(lengths, initial=address))[:-1], lengths, [length], 1, 0
-        )
+    sources = list(accumulate(lengths, initial=address))[:-1]
+    if copy_bytes is not None:
+        (crc,) = copy_bytes(targets, sources, lengths, [sum(lengths)], 1, 0)
+        return crc
+    crc = 0
+    for target, source, piece in zip(targets, sources, pieces, strict=True):
+        ctypes.memmove(target, source, len(piece))
+        crc = crc32c(piece, crc)
     return crc
 
 

@@ -9,11 +9,13 @@ import logging
 import os
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, Protocol
+
+import torch
 
 from ckptd.agent.copy.checked_copy import copy_bytes, copy_out
 from ckptd.agent.copy.mapping import map_segment
-from ckptd.shared.errors import IntegrityError
+from ckptd.shared.errors import IntegrityError, PeerLost
 from ckptd.shared.formats.part import PartReader
 from ckptd.shared.formats.plan import Plan, chunk_ranges, with_values
 from ckptd.shared.formats.segment import (
@@ -109,6 +111,20 @@ class SlotSource:
     def bytes_read(self) -> int:
         return sum(self.ranges[number].length for number in self._sound)
 
+    def unchecked_chunk(self, number: int) -> torch.Tensor:
+        """Return the bytes of a chunk, which must not be written to. Where the slot is
+        mapped, they are not copied, and may change until they are used.
+
+        Raises IntegrityError if the slot has been cut short, or OSError.
+        """
+        place, mapped = self.ranges[number], self._mapped
+        if mapped is not None:
+            begin = self.header.data_offset + place.offset
+            return torch.frombuffer(mapped, dtype=torch.uint8, offset=begin, count=place.length)
+        data = bytearray(place.length)
+        read_data(self._fd, self.header, place.offset, place.length, memoryview(data))
+        return torch.frombuffer(data, dtype=torch.uint8)
+
     def _copy_out(self, offset: int, pieces: Sequence[memoryview]) -> int | None:
         """Copy bytes of the slot from memory, and return their crc32c.
 
@@ -123,19 +139,30 @@ class SlotSource:
             return None
 
 
+class Slot(Protocol):
+    """A slot in memory that a part was written from."""
+
+    def read_pieces(self, number: int, pieces: Sequence[memoryview]) -> bool:
+        """Read and verify a chunk into `pieces`, which have the length of the chunk
+        together. Return True.
+
+        Raises IntegrityError, OSError or PeerLost if the slot cannot give the chunk.
+        Nothing writes to `pieces` after that.
+        """
+
+
 class PartWithSlot:
     """A part as a `ChunkSource` whose chunks are read from the slot that it was written
-    from. `close` closes the part.
+    from, if there is one. `close` closes the part.
 
     Once the slot fails to give a chunk, this chunk and all later ones are read from
-    storage. The slot stays the caller's.
+    storage. The slot stays the caller's. `slot` may be set while no read is under way.
     """
 
-    remote = False
-
-    def __init__(self, part: PartReader, slot: SlotSource) -> None:
+    def __init__(self, part: PartReader, slot: Slot | None) -> None:
         self._part = part
-        self._slot: SlotSource | None = slot
+        self.slot = slot
+        self.remote = slot is None and part.remote
         self.name = part.name
         self.plan = part.plan
         self.values = part.values
@@ -165,14 +192,14 @@ class PartWithSlot:
         return self._read_slot(number, pieces) or self._part.read_pieces(number, pieces)
 
     def _read_slot(self, number: int, pieces: Sequence[memoryview]) -> bool:
-        slot = self._slot
+        slot = self.slot
         if slot is None:
             return False
         try:
             return slot.read_pieces(number, pieces)
-        except (IntegrityError, OSError) as error:
-            if self._slot is not None:  # otherwise another thread has said so
-                self._slot = None
+        except (IntegrityError, OSError, PeerLost) as error:
+            if self.slot is not None:  # otherwise another thread has said so
+                self.slot = None
                 log.warning(
                     "%s is read from storage, because its copy in memory is lost: %s",
                     self.name,

@@ -35,7 +35,7 @@ from ckptd.shared.errors import (
     VersionGone,
 )
 from ckptd.shared.formats.manifest import Manifest, PartEntry
-from ckptd.shared.formats.part import ChunkSource, PartReader
+from ckptd.shared.formats.part import ChunkSource
 from ckptd.shared.formats.scatter import scatter, verify
 from ckptd.shared.formats.segment import SegmentHeader
 from ckptd.shared.storage.metadata import open_metadata
@@ -91,6 +91,14 @@ class Opened:
         if self.manifest is not None:
             return sum(part.raw_bytes for part in self.manifest.parts)
         return sum(chunk.length for source in self.sources for chunk in source.ranges)
+
+    def part(self, rank: int) -> ChunkSource:
+        """Return the source of a rank. A part that is opened on demand is opened.
+
+        Raises IntegrityError, OSError.
+        """
+        source = self.sources[rank]
+        return source.reader if isinstance(source, PartOnDemand) else source
 
     def values(self, rank: int = 0) -> bytes:
         """Return the encoded values document of a rank, verified.
@@ -310,13 +318,16 @@ def open_checkpoint(
     manifest: Manifest | None = None,
     slots: Mapping[int, SlotSource] = types.MappingProxyType({}),
     kept: ChunkMemory | None = None,
+    *,
+    slots_later: bool = False,
 ) -> Opened:
     """Open a checkpoint, under a lease that keeps it from being deleted.
 
     manifest: the manifest of the checkpoint, if the caller has read it. slots: slots by
     rank that may still hold what the parts were written from. Chunks are read from
     those that match their part. The slots stay the caller's. kept: memory for a reader
-    that stages chunks.
+    that stages chunks. slots_later: True if `Opened.part` is to be a PartWithSlot for
+    every rank, so that it can be given a slot later.
 
     If the checkpoint is overwritten meanwhile, the new one is opened. Raises NotFound,
     also if the checkpoint is deleted meanwhile; Busy if a deleter has it locked;
@@ -325,7 +336,7 @@ def open_checkpoint(
     manifest = manifest or repository.read_manifest(job, tag)
     while True:
         try:
-            return _opened(repository, job, tag, manifest, slots, kept)
+            return _opened(repository, job, tag, manifest, slots, kept, slots_later)
         except IntegrityError:
             # NotFound if it was deleted, since the manifest is deleted first
             again = repository.read_manifest(job, tag)
@@ -341,6 +352,7 @@ def _opened(
     manifest: Manifest,
     slots: Mapping[int, SlotSource],
     kept: ChunkMemory | None,
+    slots_later: bool,
 ) -> Opened:
     def open_part(part: PartEntry) -> OpenPart:
         reader = repository.open_part(job, tag, part.file, part.index_sha256)
@@ -349,11 +361,9 @@ def _opened(
             reader.check_codecs()
             manifest.check_part(part, reader)
             slot = slots.get(part.rank)
-            found: PartReader | PartWithSlot = (
-                PartWithSlot(reader, slot)
-                if slot is not None and PartWithSlot.match(reader, slot)
-                else reader
-            )
+            if slot is not None and not PartWithSlot.match(reader, slot):
+                slot = None
+            found = reader if slot is None and not slots_later else PartWithSlot(reader, slot)
             return found if kept is None else StagedSource(found, part.rank, kept)
         except BaseException:
             reader.close()

@@ -5,6 +5,7 @@ this rank.
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,8 +13,9 @@ import torch
 
 from ckptd.agent.dcp.planner_rounds import PlannedLoad
 from ckptd.agent.link.client import Client
-from ckptd.agent.link.rounds import RankGroup
-from ckptd.agent.read.loader import check_partition, load, materialize
+from ckptd.agent.link.rounds import Exchange, RankGroup
+from ckptd.agent.peers.chunk_exchange import ChunkExchange
+from ckptd.agent.read.loader import check_partition, load, materialize, needed_shards
 from ckptd.agent.read.slot_source import SlotSource
 from ckptd.agent.read.sources import Opened, newer, open_checkpoint, open_memory, open_slots
 from ckptd.agent.recover.binding import Binding
@@ -52,7 +54,7 @@ class Loading:
     Call `open`, `bind`, `load` and `finish`, and `close` in any case. All ranks return
     from one call before any rank makes the next one, because FSDP1 makes the ranks wait
     for each other in `bind` and `finish`. The ranks exchange the dicts that these calls
-    return.
+    return. On several nodes, the ranks read from each other's memory in `load`.
     """
 
     def __init__(
@@ -63,7 +65,10 @@ class Loading:
         candidate: m.RecoveryCandidate,
         options: Options,
         overwritten: set[str],
+        *,
+        nodes: bool = False,
     ) -> None:
+        """nodes: True if the job is on several nodes."""
         self._client = client
         self._ranks = ranks
         self._job = job
@@ -77,6 +82,13 @@ class Loading:
         self._writing = False
         self._descriptors: Sequence[Descriptor] = ()
         self._slots: dict[int, SlotSource] = {}
+        # The ranks to exchange chunks with.
+        self._peers = (
+            ranks
+            if nodes and candidate.source == "storage" and isinstance(ranks, Exchange)
+            else None
+        )
+        self._exchange: ChunkExchange | None = None
 
     def open(self) -> dict[str, Any]:
         """Open the candidate, and check it as far as that is cheap.
@@ -165,9 +177,18 @@ class Loading:
         }
         try:
             binding.judge(lambda wanted: load(saved, wanted))
+            return found | self._offer(self.opened, binding)
         except (IntegrityError, OSError) as error:
             return found | {"damaged": self._damage(error)}
-        return found
+
+    def _offer(self, opened: Opened, binding: Binding) -> dict[str, Any]:
+        """Return what this rank can send the others and what it lacks, or nothing if no
+        chunks are exchanged.
+        """
+        if self._peers is None:
+            return {}
+        self._exchange = ChunkExchange(self._peers, self._job, opened, self._slots, RANKS_SECONDS)
+        return self._exchange.offer(_bytes_of_parts(opened, binding))
 
     def _own_document(self) -> int | None:
         """Return the index of this rank's values document, and take the RNG states from
@@ -201,7 +222,13 @@ class Loading:
             return open_memory(descriptors, candidate.attempt, step, candidate.tag)
         welcome = self._client.welcome
         repository = open_root(welcome.stage if candidate.source == "stage" else welcome.root)
-        return open_checkpoint(repository, self._job, candidate.tag, slots=self._slots_in_memory())
+        return open_checkpoint(
+            repository,
+            self._job,
+            candidate.tag,
+            slots=self._slots_in_memory(),
+            slots_later=self._peers is not None,
+        )
 
     def _slots_in_memory(self) -> dict[int, SlotSource]:
         """Return the slots in the memory of this node that still hold the candidate, by
@@ -229,15 +256,17 @@ class Loading:
         )
         return self._slots
 
-    def load(self) -> dict[str, Any]:
+    def load(self, bound: Sequence[dict[str, Any]]) -> dict[str, Any]:
         """Read and verify every byte, most of them straight into the state.
 
-        Return the damage that was found.
+        Return the damage that was found. bound: what `bind` has returned on each rank.
         """
         assert self.opened is not None
         assert self._binding is not None
         binding, saved = self._binding, self.opened.saved
         try:
+            if self._exchange is not None:
+                self._exchange.begin(bound)
             self._fresh = materialize(
                 saved, [name for name in binding.fresh if name not in binding.in_place]
             )
@@ -247,13 +276,16 @@ class Loading:
         except (IntegrityError, OSError) as error:
             self._overwritten.update(binding.in_place if self._writing else ())
             return {"damaged": self._damage(error), "writing": self._writing}
-        self._close_sources()
+        finally:
+            if self._exchange is not None:
+                self._exchange.end_reading()
         return {"damaged": "", "writing": True}
 
     def finish(self) -> dict[str, Any]:
         """Write everything that `load` has not: plain values, states that objects load
         by themselves, and last the RNG states.
         """
+        self._close_sources()  # not before: until now other ranks could read from the slots
         binding = self._binding
         assert binding is not None
 
@@ -290,6 +322,11 @@ class Loading:
         )
         return sum(slot.bytes_read for slot in (*slots, *self._slots.values()))
 
+    @property
+    def peer_bytes(self) -> int:
+        """The number of bytes that were read from the memory of other nodes."""
+        return 0 if self._exchange is None else self._exchange.bytes_read
+
     def close(self) -> None:
         if self._binding is not None and not self._writing:
             self._binding.discard()
@@ -299,6 +336,8 @@ class Loading:
         """Close slots and parts as soon as all is read, because ranks that train on
         need the memory. May be called again.
         """
+        if self._exchange is not None:
+            self._exchange.close()
         if self.opened is not None:
             self.opened.close()
         for slot in self._slots.values():
@@ -330,18 +369,37 @@ class PlannedLoading(Loading):
         )
         return {"unused": [], "kept": [], "lacking": [], "matched": 1, "damaged": ""}
 
-    def load(self) -> dict[str, Any]:
+    def load(self, bound: Sequence[dict[str, Any]]) -> dict[str, Any]:
         assert self.opened is not None
         self._writing = True
         try:
             self._planned.read(self.opened)
         except (IntegrityError, OSError) as error:
             return {"damaged": self._damage(error), "writing": True}
-        self._close_sources()
         return {"damaged": "", "writing": True}
 
     def finish(self) -> dict[str, Any]:
+        self._close_sources()
         self._planned.finish()
         if self.rng is not None:
             set_rng_state(self.rng)
         return {}
+
+
+def _bytes_of_parts(opened: Opened, binding: Binding) -> Counter[int]:
+    """Return how many bytes a load reads of each part, by the rank that saved the part.
+
+    Counts a replica of a shard for each part that has one.
+    """
+    saved = opened.saved
+    shards = needed_shards(saved, binding.in_place)
+    for name in binding.fresh:
+        if name not in shards:
+            saved.describe(name)
+            shards[name] = [saved.aliases[name][0]] if name in saved.aliases else saved.shards[name]
+    ranks = {id(source): rank for rank, source in enumerate(opened.sources)}
+    found = Counter[int]()
+    every = (shard for some in shards.values() for shard in some)
+    for shard in {(id(shard.source), shard.item.offset): shard for shard in every}.values():
+        found[ranks[id(shard.source)]] += shard.item.length
+    return found

@@ -2,10 +2,10 @@
 caller's state.
 
 The candidates that all ranks can get are tried best first: highest (attempt, step),
-memory before storage. Parts of a checkpoint that are still in the memory of the node
-are read from there. The structure is compared before the first byte is written. If
-damage is found later, the next candidate is tried, and overwrites every item. RNG
-states are set last.
+memory before storage. Parts of a checkpoint that are still in the memory of the node,
+or of another node, are read from there. The structure is compared before the first byte
+is written. If damage is found later, the next candidate is tried, and overwrites every
+item. RNG states are set last.
 """
 
 from __future__ import annotations
@@ -75,9 +75,10 @@ class Recovered:
     newer checkpoint that was damaged, with the reason. origin: who saved it and when,
     like "train.py on node1 as alice, 2026-11-22 17:08 UTC"; "" if an earlier version
     saved it. memory_bytes: the bytes that this rank has read from the memory of its
-    node. If `source` is "storage", the node still held these bytes, and the others came
-    from storage. left: with `strict=False`, the keys of the state that the checkpoint
-    lacks, whose values are left as they are.
+    node. peer_bytes: those that it has read from the memory of other nodes. If `source`
+    is "storage", the nodes still held these bytes, and the others came from storage.
+    left: with `strict=False`, the keys of the state that the checkpoint lacks, whose
+    values are left as they are.
     """
 
     step: int
@@ -90,6 +91,7 @@ class Recovered:
     passed_over: list[str] = field(default_factory=list)
     origin: str = ""
     memory_bytes: int = 0
+    peer_bytes: int = 0
     left: list[str] = field(default_factory=list)
     _rng: dict[str, Any] | None = field(default=None, repr=False, compare=False)
 
@@ -258,7 +260,8 @@ class Recovery:
         if damage := _damage(said):
             return damage, False
         self._check_keys(said, state)
-        said = self._all(f"{topic}/load", loading.load)
+        bound = said
+        said = self._all(f"{topic}/load", lambda: loading.load(bound))
         if damage := _damage(said):
             return damage, any(found["writing"] for found in said)
         self._all(f"{topic}/finish", loading.finish)
@@ -280,7 +283,13 @@ class Recovery:
                 self._client, self._ranks, self._job, candidate, PlannedLoad(self._planner), topic
             )
         return Loading(
-            self._client, self._ranks, self._job, candidate, self._options, self._overwritten
+            self._client,
+            self._ranks,
+            self._job,
+            candidate,
+            self._options,
+            self._overwritten,
+            nodes=self._nodes,
         )
 
     def _find_all(self, step: int | None, last_step: int) -> list[dict[str, Any]]:
@@ -528,14 +537,17 @@ def _recovered(
         step=-1 if candidate.step is None else candidate.step, attempt=candidate.attempt,
         tag=candidate.tag, source=candidate.source, metrics=opened.metrics,
         user_content=opened.user_content, seconds=seconds, passed_over=passed_over,
-        origin=_origin(opened), memory_bytes=loading.memory_bytes, left=loading.left,
-        _rng=loading.rng,
+        origin=_origin(opened), memory_bytes=loading.memory_bytes,
+        peer_bytes=loading.peer_bytes, left=loading.left, _rng=loading.rng,
     )  # fmt: skip
 
 
 def _details(recovered: Recovered) -> str:
     read = recovered.memory_bytes if recovered.source != "memory" else 0
-    memory = f", {size_text(read)} of it from the memory of this node" if read else ""
+    own = f", {size_text(read)} of it from the memory of this node" if read else ""
+    peers = f", {size_text(recovered.peer_bytes)} "
+    peers += "from that of other nodes" if own else "of it from the memory of other nodes"
+    memory = own + (peers if recovered.peer_bytes else "")
     return memory + (f"; saved by {recovered.origin}" if recovered.origin else "")
 
 

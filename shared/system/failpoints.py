@@ -98,8 +98,11 @@ PEERS = (
     "agent.copy.offered",
     "agent.copy.sealed",
     "agent.copy.confirmed",
+    "agent.recover.serving",
 )
-"""Points that a daemon and an agent pass only if slots are copied to other nodes."""
+"""Points that a daemon and an agent pass only if slots are copied to other nodes, or a
+recovery reads them there.
+"""
 STAGE = (
     "upload.intended",
     "upload.copied",

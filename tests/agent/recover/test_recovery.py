@@ -148,7 +148,7 @@ class Told(Recovery):
 
 
 class FakeLoading:
-    memory_bytes = 0
+    memory_bytes = peer_bytes = 0
 
     def __init__(self, of: Told, candidate: m.RecoveryCandidate) -> None:
         self._of, self._candidate = of, candidate
@@ -170,7 +170,7 @@ class FakeLoading:
             "bind", {"unused": [], "kept": [], "lacking": [], "matched": 1, "damaged": ""}
         )
 
-    def load(self) -> dict[str, Any]:
+    def load(self, bound: object) -> dict[str, Any]:
         return self._do("load", {"damaged": "", "writing": True})
 
     def finish(self) -> dict[str, Any]:
@@ -804,7 +804,7 @@ def test_generators_are_set_last(monkeypatch: pytest.MonkeyPatch, root: Path) ->
     made._documents[0]["state"]["loader"] = {}
     made._documents[0]["rng"] = "generators"
     made.bind({"w": torch.zeros(4), "loader": Drawing()})
-    made.load()
+    made.load([])
     made.finish()
     made.close()
     assert happened == ["loaded", "set generators"]

@@ -29,6 +29,7 @@ def test_names_are_registered_once() -> None:
         failpoints.NODES,
         failpoints.STAGE,
         failpoints.MARKER,
+        failpoints.PEERS,
     )
     assert sum(map(len, groups)) == len(failpoints.NAMES)
 
