@@ -150,11 +150,17 @@ class MappedSlot:
         """
         return self._data.fileno()
 
-    def populate(self) -> None:
-        """Fault in and page-lock all memory of the slot, so that the first copy is as
-        fast as later ones. Other threads run meanwhile.
+    @property
+    def is_unlinked(self) -> bool:
+        """True once the daemon has released the segment."""
+        return os.fstat(self._fd).st_nlink == 0
 
-        A failure is logged. The slot can still be used, and copies into it are slower.
+    def populate(self, *, lock: bool = True) -> None:
+        """Fault in all memory of the slot, so that the first copy is as fast as later
+        ones. Other threads run meanwhile.
+
+        lock: page-lock it, too. Needed for copies from accelerators. A failure is logged.
+        The slot can still be used, and copies into it are slower.
         """
         held = self._bytes  # keeps the memory mapped if another thread calls `forget` meanwhile
         if not held.numel():
@@ -168,7 +174,7 @@ class MappedSlot:
                 )
                 break
         with self._locking:
-            if not self._forgotten and lock_pages(start, length):
+            if lock and not self._forgotten and lock_pages(start, length):
                 self._locked_at = start
 
     def cut(self, layout: Layout) -> None:

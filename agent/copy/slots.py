@@ -37,7 +37,8 @@ class MappedSlots:
 
     `prepare` and `ensure` replace all of them by larger ones when they are too small.
     `count` is the number of slots that are made, or None for as many as the daemon is
-    set to give to a rank.
+    set to give to a rank. `outgrown` is called, on another thread, with each slot that a
+    larger one replaces, before the slot is forgotten.
     """
 
     def __init__(self, client: Client, wait_for_copies: Callable[[], None]) -> None:
@@ -50,6 +51,7 @@ class MappedSlots:
         self._slots: dict[str, MappedSlot] = {}
         self._preparing: Preparation | None = None
         self.count: int | None = None
+        self.outgrown: Callable[[MappedSlot], None] = lambda slot: None
 
     def __contains__(self, segment: str) -> bool:
         return segment in self._slots
@@ -116,7 +118,7 @@ class MappedSlots:
         self._wait_for_copies()
         capacity, count = needed + needed // 64 + _SLACK, self.count or self._client.welcome.slots
         self._preparing = preparing = Preparation(
-            self._client, capacity, count, self._slots, layout
+            self._client, capacity, count, self._slots, layout, self.outgrown
         )
         # Only once it is stored: after Ctrl-C, no thread may replace slots that later
         # calls do not know of.
@@ -198,6 +200,7 @@ class Preparation:
         count: int,
         slots: dict[str, MappedSlot],
         layout: Layout | None = None,
+        outgrown: Callable[[MappedSlot], None] = lambda slot: None,
     ) -> None:
         self.allocated = Flag()
         self.error: CkptdError | None = None
@@ -207,6 +210,7 @@ class Preparation:
         self._count = count
         self._slots = slots
         self._layout = layout
+        self._outgrown = outgrown
         self._started, self._over = threading.Lock(), Flag()
         self._made: list[MappedSlot] = []
         self._descriptors: Sequence[Descriptor] = ()
@@ -296,6 +300,7 @@ class Preparation:
         self._slots.clear()
         self._slots.update({slot.name: slot for slot in made})
         for slot in before:
+            self._outgrown(slot)
             slot.forget()
         failpoint("agent.allocated")
         return made

@@ -212,6 +212,7 @@ class RankLink:
                 self.client, self.ranks.new_client, f"{self.job}/peers/{self.node.run_id}",
                 self.rank, self.attempt, begun.peer, begun.sources, self.handovers.slots.sealed,
             )  # fmt: skip
+            self.handovers.slots.outgrown = self._replicator.keep
         self.handovers.seals.has_copies = begun.peer >= 0
         failpoint("agent.begun")
 

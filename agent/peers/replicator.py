@@ -11,16 +11,19 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
+from typing import TypeVar
 
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from ckptd.agent.copy.mapped_slot import MappedSlot
-from ckptd.agent.link.client import Client
+from ckptd.agent.link.client import Client, Make
 from ckptd.agent.peers.pair import Pair
 from ckptd.agent.peers.transfer import (
     Offer,
     Pace,
+    Source,
     confirm,
     receive_offer,
     receive_slot,
@@ -28,7 +31,9 @@ from ckptd.agent.peers.transfer import (
     send_slot,
 )
 from ckptd.agent.threads.flag import Waiters
-from ckptd.shared.errors import CkptdError, InternalError, PeerLost
+from ckptd.shared.errors import CkptdError, DaemonUnreachable, InternalError, PeerLost
+from ckptd.shared.formats.segment import SlotState
+from ckptd.shared.system.descriptor import Descriptor
 from ckptd.shared.system.failpoints import failpoint
 from ckptd.shared.wire import messages as m
 
@@ -41,6 +46,8 @@ HOST_SECONDS = 90.0
 it waits up to 60 s for one to be free.
 """
 DONE_SECONDS = 60.0
+AWAY_SECONDS = 60.0
+"""Seconds that a lost daemon has to come back, while a copy waits for it."""
 
 
 class Replicator:
@@ -67,8 +74,11 @@ class Replicator:
         self._prefix, self._rank, self._attempt = prefix, rank, attempt
         self._find = find
         self._step = -1  # the step to be copied now, or -1
+        # Sealed slots that larger ones have replaced, by step, until they are copied.
+        self._kept: dict[int, Source] = {}
         self._news = Waiters()
         self._ended = self._failed = False
+        self._failing = threading.Lock()
         self._start("send", partial(self._send, peer))
         for source in sources:
             self._start(f"receive-{source}", partial(self._receive, source))
@@ -77,7 +87,21 @@ class Replicator:
         """Copy the step that the daemon names. Return at once."""
         if news.attempt == self._attempt:
             self._step = news.replicating
+            past = max([news.replicating - 1, *news.replicated])
+            for step in [step for step in tuple(self._kept) if step <= past or news.alone]:
+                self._kept.pop(step, None)
             self._news.notify()
+
+    def keep(self, slot: MappedSlot) -> None:
+        """Keep the memory of a slot that is about to be replaced by a larger one, if it
+        holds a snapshot that may still have to be copied.
+        """
+        header = slot.header
+        if self._ended or self._failed or header.state is not SlotState.SEALED:
+            return
+        if header.step is not None and header.step >= self._step:
+            with suppress(CkptdError, OSError):  # as if the slot were no longer in memory
+                self._kept[header.step] = Source.of(slot)
 
     def end(self) -> None:
         """End the copies, and do not wait for the threads. May be called again.
@@ -85,13 +109,14 @@ class Replicator:
         A thread that waits for an offer ends when its peer ends.
         """
         self._ended = True
+        self._kept.clear()
         self._news.notify()
 
     def _start(self, name: str, work: Callable[[], None]) -> None:
         def run() -> None:
             try:
                 work()
-            except CkptdError as error:
+            except (CkptdError, OSError) as error:
                 self._fail(error)
             except Exception as error:
                 log.exception("copies in the memory of other nodes")
@@ -99,11 +124,13 @@ class Replicator:
 
         threading.Thread(target=run, name=f"ckptd-peer-{name}", daemon=True).start()
 
-    def _fail(self, error: CkptdError) -> None:
+    def _fail(self, error: CkptdError | OSError) -> None:
         """Log and report the first failure, after which no more copies are made."""
-        if self._ended or self._failed:
-            return
-        self._failed = True
+        with self._failing:
+            if self._ended or self._failed:
+                return
+            self._failed = True
+        self._kept.clear()
         log.warning(
             "there are no more copies of snapshots in the memory of other nodes in this attempt: "
             "%s; the training and its saves go on",
@@ -112,10 +139,25 @@ class Replicator:
         self._report(max(self._step, 0), str(error)[:_MOST_REASON])
 
     def _report(self, step: int, reason: str = "") -> None:
-        self._client.post(
-            lambda n: m.Replicated(id=n, attempt=self._attempt, step=step, reason=reason),
-            lambda _: None,
-        )
+        """Report a copy, or the reason why there is none, unless the daemon stays away."""
+        try:
+            self._call(
+                lambda n: m.Replicated(id=n, attempt=self._attempt, step=step, reason=reason),
+                m.Done,
+                DONE_SECONDS,
+            )
+        except CkptdError as error:
+            log.debug("the daemon was not told of the copy of step %d: %s", step, error)
+
+    def _call(self, make: Make, kind: type[R], seconds: float) -> tuple[R, Sequence[Descriptor]]:
+        """Call the daemon, again if it is restarted meanwhile. Raises its errors."""
+        for _ in range(_MOST_RESTARTS):
+            try:
+                return self._client.call(make, kind, seconds)
+            except DaemonUnreachable:
+                if self._ended or not self._client.wait_connected(AWAY_SECONDS):
+                    raise
+        return self._client.call(make, kind, seconds)
 
     def _pair(self, sender: int, receiver: int) -> Pair:
         return Pair(
@@ -139,12 +181,19 @@ class Replicator:
             if self._ended:
                 return
             step = sent = self._step
-            slot = self._find(step)
-            if slot is None:
-                raise PeerLost(f"the slot of step {step} is no longer in memory")
-            send_slot(pair, slot, pace)
+            send_slot(pair, self._source(step), pace)
             failpoint("agent.copy.confirmed")
             self._report(step)
+
+    def _source(self, step: int) -> Source:
+        """Return the sealed slot of a step. Raises PeerLost if it is gone."""
+        slot = self._find(step)
+        if slot is not None:
+            with suppress(PeerLost):  # a larger slot has just replaced it
+                return Source.of(slot)
+        if (kept := self._kept.pop(step, None)) is None:
+            raise PeerLost(f"the slot of step {step} is no longer in memory")
+        return kept
 
     # -- this rank receives
 
@@ -164,14 +213,16 @@ class Replicator:
             for segment in segments.values():
                 segment.forget()
 
-    def _take(self, pair: Pair, source: int, offer: Offer, segments: dict[str, MappedSlot]) -> None:
+    def _take(self, pair: Pair, source: int, said: bytes, segments: dict[str, MappedSlot]) -> None:
         """Receive the slot that was offered, into a segment of the daemon.
 
-        segments: those that are mapped, by name. Raises CkptdError or OSError, after the
-        peer was told.
+        said: the encoded offer. segments: those that are mapped, by name. Raises
+        CkptdError or OSError, after the peer was told.
         """
-        header, segment = offer.header, None
+        segment: MappedSlot | None = None
         try:
+            offer = Offer.decode(said)
+            header = offer.header
             if (header.attempt, header.rank) != (self._attempt, source):
                 raise PeerLost(
                     f"a peer offers a slot of rank {header.rank} in attempt {header.attempt}; "
@@ -179,12 +230,14 @@ class Replicator:
                 )
             segment = self._segment(offer, segments)
             receive_slot(pair, offer, segment)
-            self._client.call(lambda n: m.Hosted(id=n, segment=segment.name), m.Done, DONE_SECONDS)
+            name = segment.name
+            self._call(lambda n: m.Hosted(id=n, segment=name), m.Done, DONE_SECONDS)
         except (CkptdError, OSError) as error:
             if segment is not None:
-                name = segment.name
-                self._client.post(lambda n: m.Abandon(id=n, segment=name), lambda _: None)
-            refuse(pair, str(error))
+                given_back = segment.name
+                self._client.post(lambda n: m.Abandon(id=n, segment=given_back), lambda _: None)
+            with suppress(PeerLost):  # the reason is the first error
+                refuse(pair, str(error))
             raise
         confirm(pair)
 
@@ -196,7 +249,7 @@ class Replicator:
         header = offer.header
         assert header.step is not None
         step, mapped = header.step, list(segments)
-        reply, descriptors = self._client.call(
+        reply, descriptors = self._call(
             lambda n: m.Host(
                 id=n, rank=header.rank, attempt=header.attempt, step=step, capacity=offer.used,
                 chunk_size=header.chunk_size, mapped=mapped,
@@ -205,13 +258,19 @@ class Replicator:
             HOST_SECONDS,
         )  # fmt: skip
         match reply:
-            case m.Granted():
+            case m.Granted() if reply.segment in segments:
                 return segments[reply.segment]
-            case m.Segments():
-                (held,) = reply.segments
-                segment = MappedSlot(held.segment, *descriptors)
-                segment.populate()
+            case m.Segments(segments=[held]):
+                for name in [name for name, one in segments.items() if one.is_unlinked]:
+                    segments.pop(name).forget()
+                try:
+                    segment = MappedSlot(held.segment, *descriptors)
+                except BaseException:
+                    for descriptor in descriptors:
+                        descriptor.close()
+                    raise
                 segments[segment.name] = segment
+                segment.populate(lock=False)
                 return segment
             case m.Refused():
                 raise PeerLost(reply.reason)
@@ -219,4 +278,6 @@ class Replicator:
                 raise InternalError(f"the daemon has answered {type(reply).__name__} to Host")
 
 
+R = TypeVar("R", bound=m.Reply)
 _MOST_REASON = 4096
+_MOST_RESTARTS = 3

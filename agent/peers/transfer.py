@@ -28,6 +28,10 @@ OFFER, ACCEPT, REFUSE, RESEND, SEALED = 1, 2, 3, 4, 5
 """The kinds of messages. Chunks have none."""
 STALL_SECONDS = 60.0
 """Seconds within which a message must have passed."""
+ANSWER_SECONDS = 180.0
+"""Seconds within which a receiver must answer. It first waits for its daemon, which waits
+up to 60 s for a segment to be free, and then needs time to make it.
+"""
 IDLE_SECONDS = 366 * 86400.0
 """Seconds for which a receiver waits for an offer."""
 _HEAD = struct.Struct("<IIQ")
@@ -86,36 +90,68 @@ class Offer:
 # -- the sender
 
 
-def send_slot(pair: Pair, slot: MappedSlot, pace: Pace) -> None:
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A sealed slot that can be sent.
+
+    It keeps the memory of the slot mapped, so that it can still be read after the slot
+    was replaced by a larger one. `checks` is None if the slot has no checksums, as after
+    a copy from an accelerator.
+    """
+
+    header: SegmentHeader
+    checks: Sequence[int] | None
+    data: torch.Tensor
+
+    @classmethod
+    def of(cls, slot: MappedSlot) -> Source:
+        """Return the slot as a source.
+
+        Raises IntegrityError if it is not sealed, and PeerLost if another thread has
+        forgotten it.
+        """
+        data, header = slot.data, slot.header
+        try:
+            checks = slot.checks()
+        except ValueError:  # its descriptors are closed
+            raise PeerLost(f"the slot of step {header.step} is no longer in memory") from None
+        if header.state is not SlotState.SEALED:
+            raise IntegrityError(f"the slot of step {header.step} is not sealed")
+        return cls(header, checks, data)
+
+
+def send_slot(pair: Pair, source: Source, pace: Pace) -> None:
     """Copy a sealed slot to the peer, and return once the peer has sealed its copy.
 
     Raises PeerLost if the peer refuses it, or if the connection fails; IntegrityError if
-    the slot has no checksums or is damaged.
+    the slot is damaged.
     """
-    header, checks = slot.header, slot.checks()
-    if header.state is not SlotState.SEALED or checks is None:
-        raise IntegrityError(f"the slot of step {header.step} is not sealed, or has no checksums")
-    ranges = _ranges(header, slot.data)
+    header, checks, data = source.header, source.checks, source.data
+    ranges = _ranges(header, data)
+    if checks is None:
+        checks = [crc32c(_chunk(data, chunk).numpy().data) for chunk in ranges]
     if len(ranges) != len(checks):
         raise IntegrityError(f"the slot of step {header.step} has checksums of another snapshot")
     _say(pair, OFFER, Offer(header, checks).encode())
-    _hear(pair, ACCEPT)
+    _hear(pair, ACCEPT, seconds=ANSWER_SECONDS)
     for extent in (header.plan, header.request):
-        pair.send(_part(slot.data, extent), STALL_SECONDS)
+        pace.wait(extent.length)
+        pair.send(_part(data, extent), STALL_SECONDS)
     numbers: Sequence[int] = range(len(ranges))
-    while numbers:
-        _send_chunks(pair, slot.data, [ranges[number] for number in numbers], pace)
-        kind, said = _hear(pair, RESEND, SEALED)
+    for _ in range(_MOST_TRIES):
+        _send_chunks(pair, data, [ranges[number] for number in numbers], pace)
+        kind, said = _hear(pair, RESEND, SEALED, seconds=ANSWER_SECONDS)
         if kind == SEALED:
             return
         numbers = _numbers(said, len(ranges))
+    raise PeerLost(f"a peer has asked for chunks more than {_MOST_TRIES} times")
 
 
 def _send_chunks(pair: Pair, data: torch.Tensor, ranges: Sequence[ChunkRange], pace: Pace) -> None:
     sending = []
     for chunk in ranges:
         pace.wait(chunk.length)
-        sending.append(pair.begin_send(data[chunk.offset : chunk.offset + chunk.length]))
+        sending.append(pair.begin_send(_chunk(data, chunk)))
         if len(sending) == _UNDER_WAY:
             finish(sending.pop(0), STALL_SECONDS)
     for each in sending:
@@ -135,13 +171,10 @@ def _numbers(said: bytes, count: int) -> Sequence[int]:
 # -- the receiver
 
 
-def receive_offer(pair: Pair, seconds: float = IDLE_SECONDS) -> Offer:
-    """Wait for an offer, and return it.
-
-    Raises PeerLost if the connection ends, IntegrityError if it is no sound offer.
-    """
+def receive_offer(pair: Pair, seconds: float = IDLE_SECONDS) -> bytes:
+    """Wait for an offer, and return it encoded. Raises PeerLost if the connection ends."""
     _, said = _hear(pair, OFFER, seconds=seconds, most=MAX_DOCUMENT)
-    return Offer.decode(said)
+    return said
 
 
 def refuse(pair: Pair, reason: str) -> None:
@@ -158,12 +191,7 @@ def receive_slot(pair: Pair, offer: Offer, segment: MappedSlot) -> None:
     """
     header, data = offer.header, segment.data
     mine = segment.header
-    if not mine.peer_replica or (mine.job, mine.attempt, mine.rank, mine.chunk_size) != (
-        header.job,
-        header.attempt,
-        header.rank,
-        header.chunk_size,
-    ):
+    if not mine.peer_replica or _identity(mine) != _identity(header):
         raise IntegrityError(f"segment {segment.name[:8]} is not for copies of rank {header.rank}")
     if offer.used > mine.capacity:
         raise IntegrityError(
@@ -210,7 +238,7 @@ def _damaged(
     """Receive these chunks, and yield the numbers of those that do not match their
     checksum.
     """
-    views = [data[ranges[n].offset : ranges[n].offset + ranges[n].length] for n in numbers]
+    views = [_chunk(data, ranges[number]) for number in numbers]
     receiving = [pair.begin_receive(view) for view in views[:_UNDER_WAY]]
     for place, number in enumerate(numbers):
         finish(receiving[place], STALL_SECONDS)
@@ -221,6 +249,11 @@ def _damaged(
 
 
 # -- both
+
+
+def _identity(header: SegmentHeader) -> tuple[object, ...]:
+    """Return the fields of a header that a slot and its copies share, for every step."""
+    return header.job, header.attempt, header.rank, header.world_size, header.chunk_size
 
 
 def _ranges(header: SegmentHeader, data: torch.Tensor) -> Sequence[ChunkRange]:
@@ -236,6 +269,10 @@ def _ranges(header: SegmentHeader, data: torch.Tensor) -> Sequence[ChunkRange]:
     if ranges and ranges[-1].offset + ranges[-1].length > len(data):
         raise IntegrityError(f"a chunk of rank {header.rank} lies outside its slot")
     return ranges
+
+
+def _chunk(data: torch.Tensor, chunk: ChunkRange) -> torch.Tensor:
+    return data[chunk.offset : chunk.offset + chunk.length]
 
 
 def _part(data: torch.Tensor, extent: Extent) -> torch.Tensor:
