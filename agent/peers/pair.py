@@ -22,7 +22,9 @@ class Pair:
     """A connection between this rank and one peer.
 
     Messages arrive in the order in which they were sent. A receiver must know the
-    length of each message. After an error the pair cannot be used any more.
+    length of each message: gloo ends the process that gets a longer message than it
+    expects, and a shorter one leaves the rest of the buffer as it was. After an error the
+    pair cannot be used any more.
     """
 
     def __init__(self, store: Store, name: str, *, first: bool, seconds: float) -> None:

@@ -9,6 +9,7 @@ trusted: lengths are checked before memory is touched.
 
 from __future__ import annotations
 
+import hashlib
 import struct
 import time
 from collections.abc import Iterator, Sequence
@@ -24,7 +25,7 @@ from ckptd.shared.formats.binary import ALIGN
 from ckptd.shared.formats.plan import MAX_DOCUMENT, ChunkRange, Plan, chunk_ranges, with_values
 from ckptd.shared.formats.segment import Extent, SegmentHeader, SlotState
 
-OFFER, ACCEPT, REFUSE, RESEND, SEALED = 1, 2, 3, 4, 5
+OFFER, ACCEPT, REFUSE, RESEND, SEALED, READY = 1, 2, 3, 4, 5, 6
 """The kinds of messages. Chunks have none."""
 STALL_SECONDS = 60.0
 """Seconds within which a message must have passed."""
@@ -127,7 +128,7 @@ def send_slot(pair: Pair, source: Source, pace: Pace) -> None:
     the slot is damaged.
     """
     header, checks, data = source.header, source.checks, source.data
-    ranges = _ranges(header, data)
+    ranges = ranges_of(header, data)
     if checks is None:
         checks = [crc32c(_chunk(data, chunk).numpy().data) for chunk in ranges]
     if len(ranges) != len(checks):
@@ -137,6 +138,11 @@ def send_slot(pair: Pair, source: Source, pace: Pace) -> None:
     for extent in (header.plan, header.request):
         pace.wait(extent.length)
         pair.send(_part(data, extent), STALL_SECONDS)
+    _, said = _hear(pair, READY, seconds=ANSWER_SECONDS)
+    if said != digest(ranges):
+        raise PeerLost(
+            "a peer divides a slot into other chunks: install the same ckptd on all nodes"
+        )
     numbers: Sequence[int] = range(len(ranges))
     for _ in range(_MOST_TRIES):
         _send_chunks(pair, data, [ranges[number] for number in numbers], pace)
@@ -204,11 +210,12 @@ def receive_slot(pair: Pair, offer: Offer, segment: MappedSlot) -> None:
         pair.receive(_part(data, extent), STALL_SECONDS)
         if crc32c(_part(data, extent).numpy().data) != extent.crc:
             raise IntegrityError(f"a document of rank {header.rank} has arrived damaged")
-    ranges = _ranges(header, data)
+    ranges = ranges_of(header, data)
     if len(ranges) != len(offer.checks):
         raise IntegrityError(
             f"rank {header.rank} has offered {len(offer.checks)} checksums for {len(ranges)} chunks"
         )
+    _say(pair, READY, digest(ranges))
     numbers: Sequence[int] = range(len(ranges))
     for left in reversed(range(_MOST_TRIES)):
         numbers = list(_damaged(pair, data, ranges, offer.checks, numbers))
@@ -251,12 +258,22 @@ def _damaged(
 # -- both
 
 
+def digest(ranges: Sequence[ChunkRange]) -> bytes:
+    """Return a digest of the places of all chunks.
+
+    The two ranks compare it before the first chunk, because a chunk that is longer than
+    its receiver expects would end the receiver's process (see `Pair`).
+    """
+    places = [number for chunk in ranges for number in (chunk.offset, chunk.length)]
+    return hashlib.sha256(struct.pack(f"<{len(places)}Q", *places)).digest()
+
+
 def _identity(header: SegmentHeader) -> tuple[object, ...]:
     """Return the fields of a header that a slot and its copies share, for every step."""
     return header.job, header.attempt, header.rank, header.world_size, header.chunk_size
 
 
-def _ranges(header: SegmentHeader, data: torch.Tensor) -> Sequence[ChunkRange]:
+def ranges_of(header: SegmentHeader, data: torch.Tensor) -> Sequence[ChunkRange]:
     """Return the chunks of a slot, by the plan in its data.
 
     Raises IntegrityError if the plan is not sound, or names bytes outside the data.

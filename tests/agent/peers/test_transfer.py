@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
@@ -13,11 +14,11 @@ import pytest
 import torch
 
 from ckptd.agent.copy.mapped_slot import MappedSlot
-from ckptd.agent.peers import transfer
 from ckptd.agent.peers.pair import Pair
 from ckptd.agent.peers.transfer import (
     ACCEPT,
     OFFER,
+    READY,
     REFUSE,
     RESEND,
     SEALED,
@@ -25,6 +26,8 @@ from ckptd.agent.peers.transfer import (
     Pace,
     Source,
     confirm,
+    digest,
+    ranges_of,
     receive_offer,
     receive_slot,
     refuse,
@@ -216,9 +219,8 @@ def test_a_real_peer_that_is_gone_in_the_middle(shm: Path, sends: int) -> None:
         )
         for number, message in enumerate(messages[:sends]):
             sender.send(torch.frombuffer(bytearray(message), dtype=torch.uint8), 60)
-            if number == 1:
-                head = bytearray(16)
-                sender.receive(torch.frombuffer(head, dtype=torch.uint8), 60)
+            for length in {1: [16], 3: [16, 32]}.get(number, ()):
+                sender.receive(torch.frombuffer(bytearray(length), dtype=torch.uint8), 60)
         del sender
         assert said(received).startswith("PeerLost: the connection with a peer has failed: ")
     assert state_of(into) is not SlotState.SEALED
@@ -341,26 +343,39 @@ def test_a_message_that_is_no_offer_ends_the_connection(
         receive_offer(cast(Pair, receiver), 60)
 
 
+SAME = b"the digest of the chunks of the sender"
+BEGUN = [(ACCEPT, b""), (READY, SAME)]
+
+
 @pytest.mark.parametrize(
     ("answers", "reason"),
     [
         ([(REFUSE, b"no room")], "^no room$"),
         ([(REFUSE, b"\xff")], "^\ufffd$"),
+        ([(ACCEPT, b""), (READY, bytes(32))], "divides a slot into other chunks: install the same"),
         ([(SEALED, b"")], r"a message of kind 5; expected \(2,\)"),
-        ([(ACCEPT, b""), (RESEND, b"")], "in a way that cannot be understood"),
-        ([(ACCEPT, b""), (RESEND, b"12345")], "in a way that cannot be understood"),
-        ([(ACCEPT, b""), (RESEND, struct.pack("<2I", 1, 7))], "asked for chunk 7 of 7"),
-        ([(ACCEPT, b""), *[(RESEND, bytes(4))] * 3], "asked for chunks more than 3 times"),
+        ([*BEGUN, (RESEND, b"")], "in a way that cannot be understood"),
+        ([*BEGUN, (RESEND, b"12345")], "in a way that cannot be understood"),
+        (
+            [*BEGUN, (RESEND, struct.pack("<2I", 1, 7))],
+            "asked for chunk 7 of 7",
+        ),
+        (
+            [*BEGUN, *[(RESEND, bytes(4))] * 3],
+            "asked for chunks more than 3 times",
+        ),
     ],
 )
 def test_a_receiver_that_answers_nonsense_ends_the_copy(
     shm: Path, answers: list[tuple[int, bytes]], reason: str
 ) -> None:
     sender, receiver = fake_pairs()
+    source = Source.of(sealed_slot(shm, "a"))
     for kind, data in answers:
-        say(receiver, kind, data)
+        same = data is SAME
+        say(receiver, kind, digest(ranges_of(source.header, source.data)) if same else data)
     with pytest.raises(PeerLost, match=reason):
-        send_slot(cast(Pair, sender), Source.of(sealed_slot(shm, "a")), Pace(0))
+        send_slot(cast(Pair, sender), source, Pace(0))
 
 
 # -- pace
@@ -371,8 +386,8 @@ class Sleeps:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 100.0
-        monkeypatch.setattr(transfer.time, "monotonic", lambda: self.now)
-        monkeypatch.setattr(transfer.time, "sleep", self.sleep)
+        monkeypatch.setattr(time, "monotonic", lambda: self.now)
+        monkeypatch.setattr(time, "sleep", self.sleep)
 
     def sleep(self, seconds: float) -> None:
         self.now += seconds
