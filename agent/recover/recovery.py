@@ -166,9 +166,12 @@ class Recovery:
                 "recover() waits for the nodes to save what they hold in memory: `ckptd status` "
                 "shows how far they are",
             ):
-                delivered, absent = _delivered(self._all("deliver", self._deliver, DELIVER_SECONDS))
-                if absent:
-                    said = self._all("deliver-for", lambda: self._deliver(absent), DELIVER_SECONDS)
+                said = self._all("deliver", self._deliver, DELIVER_SECONDS)
+                delivered, before, absent = _delivered(said)
+                # A node that was part of the attempt may have lost its memory since. Whether
+                # it has delivered is known from storage alone.
+                if absent or (before and any(one["replicas"] for one in said)):
+                    said = self._all("deliver-for", lambda: self._deliver(before), DELIVER_SECONDS)
                     missing = absent.difference(*(one["ranks"] for one in said))
                     delivered = 0 if missing else delivered
             self._all(
@@ -317,22 +320,28 @@ class Recovery:
             "then call recover() again"
         )
 
-    def _deliver(self, absent: Collection[int] = ()) -> dict[str, Any]:
+    def _deliver(self, ranks: Sequence[int] = ()) -> dict[str, Any]:
         """Have this node's daemon save what it holds in memory, because ranks on other
         nodes can read it from storage only.
 
         Once all nodes have delivered, the daemon of rank 0 decides which checkpoints
         are complete, before the other ranks look for them.
 
-        absent: the ranks of the attempt before whose nodes are gone, to save what the
-        daemon holds of their memory; none to save that of its own ranks.
+        ranks: none to save the memory of this node's own ranks, or all ranks of the attempt
+        before, to save the copies of those whose nodes have not delivered.
         """
-        if absent and PEERS not in self._client.welcome.features:
+        welcome = self._client.welcome
+        if ranks and PEERS not in welcome.features:
             return {"ranks": []}
         done, _ = self._client.call(
-            lambda n: m.Deliver(id=n, absent=sorted(absent)), m.Delivered, DELIVER_SECONDS
+            lambda n: m.Deliver(id=n, absent=list(ranks)), m.Delivered, DELIVER_SECONDS
         )
-        return {"attempt": done.attempt, "world_size": done.world_size, "ranks": done.ranks}
+        return {
+            "attempt": done.attempt,
+            "world_size": done.world_size,
+            "ranks": done.ranks,
+            "replicas": welcome.replicas,
+        }
 
     def _find(self, step: int | None, last_step: int, delivered: int = 0) -> dict[str, Any]:
         asked = None if step is None else as_step(step)
@@ -441,13 +450,14 @@ def _some(keys: Collection[Any]) -> str:
     return ", ".join(map(str, list(keys)[:3])) + (f" and {more} more" if more > 0 else "")
 
 
-def _delivered(said: list[dict[str, Any]]) -> tuple[int, set[int]]:
-    """Return the last attempt that the daemons of these ranks know, and the ranks of it
-    that none of them had.
+def _delivered(said: list[dict[str, Any]]) -> tuple[int, Sequence[int], set[int]]:
+    """Return the last attempt that the daemons of these ranks know, all its ranks, and
+    those that none of them had.
     """
     last = max(said, key=lambda one: int(one["attempt"]))
     here = {rank for one in said if one["attempt"] == last["attempt"] for rank in one["ranks"]}
-    return int(last["attempt"]), set(range(last["world_size"])) - here
+    everyone = range(last["world_size"])
+    return int(last["attempt"]), everyone, set(everyone) - here
 
 
 def _unseen(said: list[dict[str, Any]]) -> str:

@@ -239,11 +239,11 @@ class Service:
         return job.earlier
 
     async def deliver_for(self, job_name: str, absent: Sequence[int]) -> list[int]:
-        """Save the peer replicas of the attempts before on behalf of nodes that are not
-        part of the newest attempt.
+        """Save the peer replicas of the attempts before on behalf of nodes that have not
+        delivered: they are lost, or have lost their memory.
 
-        absent: the ranks of the attempt before whose daemons have not delivered. Return
-        those of them whose peer replicas this node holds and has delivered.
+        absent: ranks of the attempt before. Return those of them whose peer replicas this
+        node holds, and that are delivered.
         """
         job = self._parts.catalog.job(job_name)
         owed = [s for s in peer_replicas.owed(job, absent) if s.attempt < job.attempt]

@@ -244,8 +244,9 @@ class Deliver(Request, frozen=True, kw_only=True, tag="deliver"):
 
     The reply comes once that is done. Only for jobs of several nodes.
 
-    `absent`: ranks of the attempt before whose nodes are not part of this one. If there
-    are any, the request is to save the peer replicas of these ranks instead.
+    `absent`: ranks of the attempt before, whose nodes may be lost or may have lost their
+    memory. If there are any, the request is to save the peer replicas of these ranks
+    instead, as far as their nodes have not delivered.
     """
 
     absent: Annotated[list[Rank], msgspec.Meta(max_length=MOST_RANKS)] = []

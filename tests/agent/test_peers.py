@@ -13,6 +13,7 @@ import pytest
 import torch.distributed as dist
 
 from ckptd.agent import Agent
+from ckptd.daemon.engine import orphans
 from ckptd.shared import names
 from ckptd.shared.errors import CkptdError, NotFound
 from ckptd.shared.storage.locate import open_root
@@ -93,6 +94,37 @@ def test_a_step_that_was_only_in_memory_comes_back_without_the_node(
     with Ranks(6) as ranks:
         assert ranks.call(recover, where) == [(6, "storage")] * 6
         ranks.call(close)
+
+
+def hurry() -> None:
+    """Have this daemon save nothing on behalf of another node before the next attempt."""
+    orphans.BEHALF_SECONDS = 3600.0
+
+
+def begin_save(step: int) -> None:
+    """Take a snapshot that is to be saved, and do not wait for it."""
+    HERE["agent"].snapshot(state_of(step), step=step, replicate=False).wait("sealed", timeout=60)
+
+
+def test_a_node_that_comes_back_with_its_disk_has_lost_its_memory_all_the_same() -> None:
+    """A save was under way, so that its journal knows the attempt before. But it has
+    nothing to deliver of that attempt.
+    """
+    with nodes(3, environ=REPLICAS, first=hurry) as three:
+        where = sockets(three, 0, 1, 2)
+        three[1].kill()
+        three[1].start(failpoints="persist.created=kill", first=hurry)
+        with Ranks(3) as ranks:
+            ranks.call(begin, where)
+            assert ranks.call(copy, 5) == [""] * 3
+            ranks.call(begin_save, 6)
+            assert three[1].daemon is not None
+            three[1].daemon.died()
+            three[1].lose(disk=False)
+        three[1].start(first=hurry)
+        with Ranks(3) as ranks:
+            assert ranks.call(recover, where) == [(5, "storage")] * 3
+            ranks.call(close)
 
 
 def test_each_node_holds_the_copies_of_one_other_node(three: Nodes) -> None:

@@ -84,13 +84,15 @@ class Node:
             self.daemon.kill()
             self.daemon = None
 
-    def lose(self) -> None:
+    def lose(self, *, disk: bool = True) -> None:
         """Lose the node: its daemon, its shared memory and its disk.
 
-        It may be started again, as an empty node of the same name.
+        It may be started again, as an empty node of the same name. disk: False if its
+        disk comes back with it, as after a reboot.
         """
         self.kill()
-        for path in (*self.shm.iterdir(), self.home.path / "state", self.home.path / "stage"):
+        disks = (self.home.path / "state", self.home.path / "stage") if disk else ()
+        for path in (*self.shm.iterdir(), *disks):
             shutil.rmtree(path, ignore_errors=True)
 
     def put_stage(self) -> None:
