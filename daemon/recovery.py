@@ -247,8 +247,8 @@ async def _roll_forward(
 
     Return False if the part of a rank is missing or damaged, or if the commit fails.
 
-    Of several nodes, deliver the parts of this node, unless that is done, and follow
-    what becomes of them.
+    Of several nodes, deliver the parts of this node, and those that it has written on
+    behalf of another one, unless that is done. Follow what becomes of them.
     """
     first = durable[0]
     try:
@@ -256,18 +256,14 @@ async def _roll_forward(
             lambda: [_read_part(destination.repository, part) for part in durable]
         )
         documents, world_size = [document for document, _ in read], read[0][1]
-        node = documents[0][2].node
-        snapshot = Snapshot(
-            job.name, first.attempt, first.step, first.tag, world_size, persist=True,
-            state=SnapshotState.WRITTEN, node=node
-        )  # fmt: skip
-        if node is not None:
-            if not await saver.joint.roll_forward(job, snapshot, documents):
-                return False
-            saver.follow(job, snapshot)
-            return True
+        if documents[0][2].node is not None:
+            return await _deliver(destination, saver, job, first, documents, world_size)
         if [entry.rank for entry, _, _ in documents] != list(range(world_size)):
             return False
+        snapshot = Snapshot(
+            job.name, first.attempt, first.step, first.tag, world_size, persist=True,
+            state=SnapshotState.WRITTEN,
+        )  # fmt: skip
         await destination.committer.commit(snapshot, documents)
     except (JournalBroken, StorageError, OSError):
         raise
@@ -279,6 +275,44 @@ async def _roll_forward(
         )
         return False
     log.info("checkpoint %s/%s: committed from its durable parts", job.name, first.tag)
+    return True
+
+
+async def _deliver(
+    destination: Destination,
+    saver: Saver,
+    job: Job,
+    first: r.PartDurable,
+    documents: list[Document],
+    world_size: int,
+) -> bool:
+    """Deliver durable parts of this node, and those that it has written on behalf of
+    another one, each with a receipt of its own. Delete those that are not needed.
+
+    first: the record of one of the parts. Return False, and delete nothing, if none of
+    them is needed.
+    """
+    nodes: dict[int, list[Document]] = {}
+    for document in documents:
+        node = document[2].node
+        assert node is not None
+        nodes.setdefault(node.ranks[0], []).append(document)
+    needless = list[Snapshot]()
+    for parts in nodes.values():
+        snapshot = Snapshot(
+            job.name, first.attempt, first.step, first.tag, world_size, persist=True,
+            state=SnapshotState.WRITTEN, node=parts[0][2].node
+        )  # fmt: skip
+        if await saver.joint.roll_forward(job, snapshot, parts):
+            saver.follow(job, snapshot)
+        else:
+            needless.append(snapshot)
+    if len(needless) == len(nodes):
+        return False
+    for snapshot in needless:
+        await destination.committer.drop(
+            job.name, first.tag, *snapshot.key, "its parts are not needed", snapshot.ranks
+        )
     return True
 
 

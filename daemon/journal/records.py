@@ -69,11 +69,18 @@ class Committed(Record, frozen=True, kw_only=True):
 
 
 class Dropped(Record, frozen=True, kw_only=True):
+    """The record that the files of a save are gone.
+
+    `files`: empty if they are all that are staged for the checkpoint. Otherwise the
+    daemon also saves the parts of other ranks there, and these stay.
+    """
+
     job: str
     attempt: int
     step: int
     tag: str
     reason: str
+    files: list[str] = []
 
 
 class Retiring(Record, frozen=True, kw_only=True):
@@ -137,7 +144,10 @@ class JournalState(msgspec.Struct):
                 # gone.
                 self.retiring.pop(place(record), None)
             case Dropped():
-                self.staged.pop(place(record), None)
+                staged = self.staged.pop(place(record), {})
+                left = {file: staged[file] for file in staged if file not in record.files}
+                if record.files and left:
+                    self.staged[place(record)] = left
             case Retiring():
                 self.retiring[place(record)] = record.files
             case Retired():

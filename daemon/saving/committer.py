@@ -5,7 +5,7 @@ that will not be committed.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from ckptd.daemon import log_events
 from ckptd.daemon.job.catalog import Catalog
@@ -16,6 +16,7 @@ from ckptd.daemon.job.stored_checkpoint import StoredCheckpoint
 from ckptd.daemon.journal import records as r
 from ckptd.daemon.journal.journal import Journal, JournalBroken
 from ckptd.daemon.root.storage_calls import StorageCalls
+from ckptd.shared import names
 from ckptd.shared.errors import AlreadyExists, CkptdError, IntegrityError, StorageError
 from ckptd.shared.formats.manifest import Manifest, PartEntry
 from ckptd.shared.formats.plan import Plan
@@ -140,16 +141,29 @@ class Committer:
             )
         )
 
-    async def drop(self, job: str, tag: str, attempt: int, step: int, reason: str) -> None:
+    async def drop(
+        self,
+        job: str,
+        tag: str,
+        attempt: int,
+        step: int,
+        reason: str,
+        ranks: Collection[int] | None = None,
+    ) -> None:
         """Delete the files that the journal names for a checkpoint that will not be
         committed, and journal that they are gone.
+
+        ranks: the ranks whose parts were to be saved, or None for all. A daemon that saves
+        peer replicas writes the parts of several nodes for one checkpoint, each in a save
+        of its own.
 
         If the checkpoint has a manifest after all, the files that the manifest names
         stay. If that manifest cannot be read, or if a receipt of several nodes may
         still lead to one, nothing is deleted. Raises OSError, StorageError.
         """
         place = f"{job}/{tag}"
-        staged = list(self._journal.state.staged.get(place, {}))
+        known = list(self._journal.state.staged.get(place, {}))
+        staged = [file for file in known if ranks is None or _rank_of(file) in ranks]
         if not staged:
             return
         try:
@@ -174,8 +188,18 @@ class Committer:
                 job, tag, [file for file in staged if file not in keep]
             )
         )
-        if not keep:
+        others = len(staged) < len(known)
+        if not keep and not others:
             await self._calls.run(lambda: self._repository.delete_tag(job, tag))
         await self._journal.append(
-            r.Dropped(job=job, attempt=attempt, step=step, tag=tag, reason=reason)
-        )
+            r.Dropped(
+                job=job, attempt=attempt, step=step, tag=tag, reason=reason,
+                files=staged if others else [],
+            )
+        )  # fmt: skip
+
+
+def _rank_of(file: str) -> int | None:
+    """Return the rank of a part file, or None for another file."""
+    parsed = names.parse_part_file(file)
+    return None if parsed is None else parsed[0]

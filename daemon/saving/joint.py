@@ -572,7 +572,9 @@ class Joint:
             ):
                 return False
             if (receipt := await self._own_receipt(snapshot)) is not None:
-                return not receipt.code
+                # It may name other parts: a node and the holder of its copies may both save.
+                files = {part.file for part in receipt.parts}
+                return files == {entry.file for entry, _, _ in documents}
             newest = await self._calls.run(lambda: self._repository.newest_attempt(snapshot.job))
             if newest > snapshot.attempt or [entry.rank for entry, _, _ in documents] != list(
                 snapshot.ranks

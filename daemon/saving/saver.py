@@ -389,8 +389,9 @@ class Saver:
         """
         try:
             await self._destination(snapshot).committer.drop(
-                snapshot.job, snapshot.directory, snapshot.attempt, snapshot.step, reason
-            )
+                snapshot.job, snapshot.directory, snapshot.attempt, snapshot.step, reason,
+                snapshot.ranks,
+            )  # fmt: skip
         except JournalBroken:
             return False
         except (StorageError, OSError) as error:

@@ -30,8 +30,9 @@ RECORDS: dict[type[r.Record], st.SearchStrategy[r.Record]] = {
     ),
     r.Committed: st.builds(r.Committed, job=NAMES, attempt=SMALL, step=st.none() | SMALL, tag=TAGS,
     seq=SMALL), r.Dropped: st.builds(r.Dropped, job=NAMES, attempt=SMALL, step=SMALL, tag=TAGS,
-    reason=st.text()), r.Retiring: st.builds(r.Retiring, job=NAMES, tag=TAGS, files=st.lists(FILES,
-    max_size=2)), r.Retired: st.builds(r.Retired, job=NAMES, tag=TAGS),
+    reason=st.text(), files=st.lists(FILES, max_size=2)), r.Retiring: st.builds(r.Retiring,
+    job=NAMES, tag=TAGS, files=st.lists(FILES, max_size=2)),
+    r.Retired: st.builds(r.Retired, job=NAMES, tag=TAGS),
 }  # fmt: skip
 ANY = st.one_of(*RECORDS.values())
 
@@ -97,6 +98,8 @@ def test_records_round_trip(record: r.Record) -> None:
     assert r.TYPES[number] is type(record)
     assert r.decode(number, payload) == record
     optional = {"node"} if getattr(record, "node", None) is None else set()
+    if isinstance(record, r.Dropped) and not record.files:
+        optional.add("files")
     assert set(msgspec.msgpack.decode(payload)) == set(record.__struct_fields__) - optional
 
 
@@ -169,6 +172,16 @@ def test_files_are_staged_until_the_save_is_committed_or_dropped() -> None:
     state.apply(r.Committed(job="gpt", attempt=1, step=5, tag="t.a0001", seq=1))
     assert state.staged == {"gpt/u.a0001": {"h": None}}
     state.apply(r.Dropped(job="gpt", attempt=1, step=5, tag="u.a0001", reason="x"))
+    assert state.staged == {}
+
+
+def test_files_of_another_save_of_the_same_checkpoint_stay_staged() -> None:
+    state = state_of(staging("f"), staging("g"))
+    dropped = r.Dropped(job="gpt", attempt=1, step=5, tag="t.a0001", reason="x", files=["f"])
+    for _ in range(2):
+        state.apply(dropped)
+        assert state.staged == {"gpt/t.a0001": {"g": None}}
+    state.apply(r.Dropped(job="gpt", attempt=1, step=5, tag="t.a0001", reason="x", files=["g"]))
     assert state.staged == {}
 
 

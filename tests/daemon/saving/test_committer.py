@@ -123,6 +123,16 @@ def test_a_dropped_save_leaves_nothing(made: Made) -> None:
     assert len(made.journal.records) == 1
 
 
+def test_parts_of_other_ranks_that_are_being_saved_stay(made: Made) -> None:
+    """A daemon that saves a peer replica, too, has two saves of one checkpoint."""
+    files = [part.file for part, _, _ in made.documents]
+    asyncio.run(made.committer.drop("gpt", TAG, 2, 1000, "a reason", [1]))
+    assert made.repository.files("gpt", TAG) == files[:1]
+    assert list(made.journal.state.staged[f"gpt/{TAG}"]) == files[:1]
+    asyncio.run(made.committer.drop("gpt", TAG, 2, 1000, "a reason", [0]))
+    assert made.repository.tags("gpt") == []
+
+
 def test_parts_that_a_receipt_names_are_dropped_only_after_an_abandonment(made: Made) -> None:
     parts = [part for part, _, _ in made.documents]
     receipt = Receipt(

@@ -559,6 +559,15 @@ async def test_a_restarted_daemon_does_not_keep_parts_whose_failure_it_has_repor
     assert not await node.joint.roll_forward(node.job, node.snapshot, documents)
 
 
+async def test_a_restarted_daemon_does_not_keep_parts_that_another_one_has_delivered(
+    make: Make,
+) -> None:
+    node, holder = make(2, 3), make(2, 3)
+    documents = node.write()
+    await holder.deliver()
+    assert not await node.joint.roll_forward(node.job, node.snapshot, documents)
+
+
 async def test_a_receipt_is_read_once(make: Make) -> None:
     first, second = make(0, 1), make(2, 3)
     await first.deliver()
