@@ -640,6 +640,9 @@ def _any_model(chance: random.Random) -> Model:
     )
 
 
+_WALKS = 50  # of each job
+
+
 def main() -> None:
     """Search for longer than the tests do. Print the number and the rate of the states or
     events of each search, and the first broken promise.
@@ -654,9 +657,9 @@ def main() -> None:
         states, problem = model.explore(asked.most)
         _report(f"{states:,d} states", states, begun, f"{model}: {problem or 'nothing broken'}")
     begun, events, chance = time.monotonic(), 0, random.Random(asked.seed)
-    for _ in range(asked.walks):
+    for _ in range(0, asked.walks, _WALKS):
         model = _any_model(chance)
-        found, problem = model.wander(1, chance.randrange(1 << 32))
+        found, problem = model.wander(_WALKS, chance.randrange(1 << 32))
         events += found
         if problem:
             print(f"{model}: {problem}")

@@ -12,7 +12,9 @@ first promise that was broken.
 In each life two daemons save a step, and the daemon of rank 0 then deletes the
 checkpoint before it. Any of them may die, and starts again. Two runs claim the next
 attempt, and the daemon of the one that gets it decides the past. Readers open
-checkpoints, and read them later.
+checkpoints, and read them later. In lives with a holder, a third daemon has copies of
+the second node, and delivers on its behalf; half of these nodes are lost, and the
+others deliver the same step themselves.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ import logging
 import random
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -44,6 +46,7 @@ from ckptd.shared import names
 from ckptd.shared.errors import Busy, CkptdError, NotFound
 from ckptd.shared.formats.manifest import Manifest, PartEntry
 from ckptd.shared.formats.membership import Membership
+from ckptd.shared.formats.receipt import Receipt
 from ckptd.shared.formats.snapshot_request import SnapshotRequest
 from ckptd.shared.storage import object_leases
 from ckptd.shared.storage.bucket import ObjectMeta
@@ -243,15 +246,18 @@ class Life:
     """A life of the job.
 
     `back`: True if the new attempt runs on the nodes of the old one, and therefore
-    waits for them.
+    waits for them. `lost`: True if the second node is lost, and only the holder of its
+    copies delivers.
     """
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, *, holder: bool = False) -> None:
         chance = self.chance = random.Random(seed)
+        self._holder = holder
+        self.lost = holder and chance.random() < 0.5
         self.back = chance.random() < 0.5
         self.world = SharedStorage(chance, kills=chance.random() < 0.8)
         self.world.on_change = self._changed
-        self.journals = [Journal(), Journal()]
+        self.journals = [Journal(), Journal(), Journal()]  # the last one is the holder's
         self.daemons: dict[int, Daemon] = {}
         self.acknowledged = False
         self._attempt = ATTEMPT  # the newest attempt that the two nodes know
@@ -265,8 +271,10 @@ class Life:
     def live(self) -> None:
         with in_storage(self.world):
             self._begin()
-            for rank in range(2):
+            for rank in range(1 if self.lost else 2):
                 self._start(rank)
+            if self._holder:
+                self._start_holder()
             for number in range(2):
                 self._start_run(number, Journal())
             for number in range(2):
@@ -278,7 +286,7 @@ class Life:
     def _begin(self) -> None:
         """Commit the old step, and claim the attempt."""
         first, second = (
-            Daemon(self.world, journal, rank) for rank, journal in enumerate(self.journals)
+            Daemon(self.world, journal, rank) for rank, journal in enumerate(self.journals[:2])
         )
         assert first.repository.claim(JOB, ATTEMPT)
         delivered = second.snapshot(OLD)
@@ -310,6 +318,18 @@ class Life:
                 if not daemon.retire(OLD):
                     return
                 self.world.sleep(1.0)
+
+    def _start_holder(self) -> None:
+        actor = self.world.add("holder", 6, self._hold, mortal=True)
+        actor.died = self._start_holder
+
+    def _hold(self, actor: Actor) -> None:
+        """Save the step on behalf of the second node."""
+        self._idle(5)
+        daemon = self.daemons[2] = Daemon(self.world, self.journals[2], 1, attempt=self._attempt)
+        daemon.start()
+        if daemon.save(NEW):
+            self.acknowledged = True
 
     def _start_run(self, number: int, journal: Journal) -> None:
         node = number if self.back else number + 2
@@ -356,19 +376,19 @@ class Life:
                     return
                 self.world.sleep(1.0)
 
-    def _idle(self) -> None:
+    def _idle(self, most: int = 40) -> None:
         """Let the other processes make some requests first."""
-        for _ in range(self.chance.randint(0, 40)):
+        for _ in range(self.chance.randint(0, most)):
             self.world.sleep(0.0)
 
     def _has_delivered(self, rank: int) -> bool:
-        """Return True if a node has delivered its part in some try, or if its daemon
-        has done what it can.
+        """Return True if a node has delivered its part in some try, or if its daemon, or
+        the holder of its copies, has done what it can.
         """
         prefix, receipt = f"{JOB}/step-{NEW:08d}", names.receipt_file(rank)
+        daemon = "holder" if rank and self.lost else f"daemon {rank}"
         ended = any(
-            actor.name == f"daemon {rank}" and actor.done and not actor.dead
-            for actor in self.world.actors
+            actor.name == daemon and actor.done and not actor.dead for actor in self.world.actors
         )
         return ended or any(
             name.startswith(prefix) and name.endswith(receipt) for name in self.world.objects
@@ -471,11 +491,12 @@ class Life:
             world.broken.append(f"step {NEW} is called durable, and was never committed")
         # What could not be finished is left for the next start.
         for rank, journal in enumerate(self.journals):
-            Daemon(self.world, journal, rank, attempt=ATTEMPT + 1).start()
+            Daemon(self.world, journal, min(rank, 1), attempt=ATTEMPT + 1).start()
         daemon.scan()
         there = {one.step for one in daemon.job.checkpoints.values()}
         if lost := self._committed - there - self.forgotten:
             world.broken.append(f"steps {lost} are gone")
+        world.broken += [f"{name} is in no checkpoint" for name in self._unnamed()]
         # First the marks of dead deleters are found dead, and then the leases of dead
         # readers.
         for _ in range(2):
@@ -489,17 +510,33 @@ class Life:
             if names.part_of(name.rpartition("/")[2]) and not self._is_undecided(name):
                 world.broken.append(f"{name} is left behind")
 
+    def _unnamed(self) -> list[str]:
+        """Return the parts beside a manifest that does not name them."""
+        objects = self.world.objects
+        named = {
+            place.rpartition("/")[0]: self._parts(place, objects[place][0])
+            for place in objects
+            if place.endswith(f"/{names.MANIFEST}")
+        }
+        return [
+            name
+            for name in objects
+            if names.part_of(name.rpartition("/")[2])
+            and (parts := named.get(name.rpartition("/")[0]))
+            and name not in parts
+        ]
+
     def _is_undecided(self, name: str) -> bool:
         outcome = f"{name.rpartition('/')[0]}/{names.MANIFEST}"
         return outcome not in self._outcomes and outcome not in self._ended
 
 
-def live(seed: int) -> tuple[int, str]:
-    """Live one life.
+def live(seed: int, *, holder: bool = False) -> tuple[int, str]:
+    """Live one life. `holder`: True if a third daemon holds copies of the second node.
 
     Return the number of its states, and the first promise that was broken, or "".
     """
-    life = Life(seed)
+    life = Life(seed, holder=holder)
     life.live()
     return len(life.world.states), life.world.broken[0] if life.world.broken else ""
 
@@ -542,6 +579,12 @@ def _leave_nothing(self: Repository, job: str, tag: str, attempt: int, step: int
     self.delete_files(job, tag, [names.MANIFEST])
 
 
+async def _publish_blindly(self: Joint, snapshot: Snapshot, receipt: Receipt) -> Receipt:
+    with suppress(FileExistsError):
+        self._repository.publish_receipt(receipt)
+    return receipt
+
+
 RULES: dict[str, tuple[int, list[tuple[Any, str, Any]]]] = {
     "an outcome and a claim are created for one caller only": (
         0,
@@ -572,16 +615,22 @@ RULES: dict[str, tuple[int, list[tuple[Any, str, Any]]]] = {
         9,
         [(Repository, "bury", _leave_nothing)],
     ),
+    "the first receipt counts, and the daemon that is late deletes its parts": (
+        22,
+        [(Joint, "_publish", _publish_blindly)],
+    ),
 }
 """The rules of the product that the model needs, by name. Each has the seed of a life
 that was broken without it, and what takes it out.
 """
+WITH_HOLDER = {"the first receipt counts, and the daemon that is late deletes its parts"}
+"""The rules whose lives need the holder of copies."""
 
 
 def is_needed(rule: str) -> bool:
     """Return True if the life of the rule's seed is broken without the rule."""
     with without(rule):
-        return live(RULES[rule][0])[1] != ""
+        return live(RULES[rule][0], holder=rule in WITH_HOLDER)[1] != ""
 
 
 def main() -> None:
@@ -593,7 +642,9 @@ def main() -> None:
     logging.disable()
     for rule, (seed, _) in RULES.items():
         with without(rule):
-            found = next((other for other in (seed, *range(10_000)) if live(other)[1]), None)
+            holder = rule in WITH_HOLDER
+            seeds = (seed, *range(10_000))
+            found = next((other for other in seeds if live(other, holder=holder)[1]), None)
         print(f"{rule}: {found}", flush=True)
 
 
