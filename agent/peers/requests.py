@@ -1,5 +1,5 @@
 """Requests for the chunks of slots in the memory of a peer, over the connection with it
-(PROTOCOL.md, section 3, "Recovery from peers between agents").
+(PROTOCOL.md, *Recovery from peers between agents*).
 """
 
 from __future__ import annotations
@@ -130,7 +130,8 @@ class PeerSlot:
         """peer: the rank that sends the chunks. rank: the rank that filled the slot.
         chunks: those of the part.
         """
-        self._requests, self._peer, self._rank = requests, peer, rank
+        self._requests = requests
+        self._peer, self._rank = peer, rank
         self._chunks = chunks
         self._sound: set[int] = set()
         self._local = threading.local()
