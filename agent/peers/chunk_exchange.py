@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import secrets
 import threading
+import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -25,10 +26,10 @@ log = logging.getLogger("ckptd.agent")
 _MOST_WANTED = 64
 """The parts that one rank names as lacking, so that the message stays short."""
 _END_SECONDS = 5.0
-"""How long to wait for a thread that serves a reader, after all ranks have loaded.
+"""How long to wait for the threads that serve readers, after all ranks have loaded.
 
-It has usually ended by then. If it has not, because the connection is interrupted, it ends by
-itself later, and holds the memory of the slots until then.
+They have usually ended by then. A thread whose connection is interrupted ends by itself
+later, and holds the memory of the slots until then.
 """
 
 
@@ -153,8 +154,9 @@ class ChunkExchange:
     def close(self) -> None:
         """End the exchange. May be called again."""
         self.end_reading()
+        deadline = time.monotonic() + _END_SECONDS
         while self._threads:
-            self._threads.pop().join(_END_SECONDS)
+            self._threads.pop().join(max(0.0, deadline - time.monotonic()))
 
 
 def _connected(store: Store | None, name: str, server: int) -> Pair | None:

@@ -8,6 +8,7 @@ leaves alone.
 
 from __future__ import annotations
 
+import re
 from datetime import timedelta
 
 import torch
@@ -84,4 +85,6 @@ def finish(work: Work, seconds: float) -> None:
 
 
 def _lost(error: RuntimeError) -> PeerLost:
-    return PeerLost(f"the connection with a peer has failed: {str(error).splitlines()[0]}")
+    """Return the error for one of gloo, without its place in the source and advice."""
+    said = re.sub(r"^\[\S+\] ", "", str(error).splitlines()[0]).partition(". ")[0]
+    return PeerLost(f"the connection with a peer has failed: {said}")

@@ -1,5 +1,5 @@
 """Requests for the chunks of slots in the memory of a peer, over the connection with it
-(PROTOCOL.md, section 3, "Recovery from peers between agents").
+(PROTOCOL.md, *Recovery from peers between agents*).
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ import struct
 import threading
 from collections import deque
 from collections.abc import Mapping, Sequence
+from queue import SimpleQueue
 from typing import Protocol
 
 import torch
@@ -80,7 +81,10 @@ class Requests:
     def __init__(self, pair: Pair) -> None:
         self._pair: Pair | None = pair
         self._lock = threading.Lock()
-        self._places = threading.BoundedSemaphore(_UNDER_WAY)
+        # The free places. A semaphore would stay locked if Ctrl-C came inside it.
+        self._places = SimpleQueue[None]()
+        for _ in range(_UNDER_WAY):
+            self._places.put(None)
 
     def read(self, rank: int, number: int, into: torch.Tensor) -> None:
         """Fill `into` with the bytes of a chunk of a rank's slot, unchecked.
@@ -89,19 +93,21 @@ class Requests:
         after that.
         """
         request = _tensor(_REQUEST.pack(rank, number, len(into)))
-        with self._places:
-            try:
-                # The peer answers in the order of the requests.
-                with self._lock:
-                    pair = self._connected()
-                    receiving = pair.begin_receive(into)
-                    sending = pair.begin_send(request)
-                del pair  # the last reference closes the connection
-                finish(receiving, SECONDS)
-                finish(sending, SECONDS)
-            except PeerLost:
-                self._pair = None
-                raise
+        self._places.get()
+        try:
+            # The peer answers in the order of the requests.
+            with self._lock:
+                pair = self._connected()
+                receiving = pair.begin_receive(into)
+                sending = pair.begin_send(request)
+            del pair  # the last reference closes the connection
+            finish(receiving, SECONDS)
+            finish(sending, SECONDS)
+        except PeerLost:
+            self._pair = None
+            raise
+        finally:
+            self._places.put(None)
 
     def end(self) -> None:
         """Tell the peer that this rank wants no more, and close the connection.
@@ -130,7 +136,8 @@ class PeerSlot:
         """peer: the rank that sends the chunks. rank: the rank that filled the slot.
         chunks: those of the part.
         """
-        self._requests, self._peer, self._rank = requests, peer, rank
+        self._requests = requests
+        self._peer, self._rank = peer, rank
         self._chunks = chunks
         self._sound: set[int] = set()
         self._local = threading.local()

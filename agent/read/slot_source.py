@@ -139,7 +139,7 @@ class SlotSource:
             return None
 
 
-class Slot(Protocol):
+class ReadableSlot(Protocol):
     """A slot in memory that a part was written from."""
 
     def read_pieces(self, number: int, pieces: Sequence[memoryview]) -> bool:
@@ -159,7 +159,7 @@ class PartWithSlot:
     storage. The slot stays the caller's. `slot` may be set while no read is under way.
     """
 
-    def __init__(self, part: PartReader, slot: Slot | None) -> None:
+    def __init__(self, part: PartReader, slot: ReadableSlot | None) -> None:
         self._part = part
         self.slot = slot
         self.remote = slot is None and part.remote

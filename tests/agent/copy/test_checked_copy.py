@@ -20,7 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckptd.agent.copy import checked_copy
-from ckptd.agent.copy.checked_copy import CheckedCopy, Targets, copy_out
+from ckptd.agent.copy.checked_copy import CheckedCopy, Targets, copy_out, copy_pieces
 from ckptd.agent.copy.mapping import map_segment
 from ckptd.agent.plan.layout import layout_of, plan_locally
 from ckptd.shared.formats.plan import Region, chunk_ranges
@@ -325,3 +325,16 @@ def test_bytes_are_copied_out_into_one_buffer_after_another(
     assert copy_out(ctypes.addressof(mapped) + 1001, pieces) == crc32c(data[1001:151_008])
     assert b"".join(pieces) == data[1001:151_008]
     assert copy_out(ctypes.addressof(mapped), []) == 0
+
+
+@pytest.mark.parametrize("with_compiler", [True, False])
+def test_bytes_of_this_process_are_copied_into_several_pieces(
+    monkeypatch: pytest.MonkeyPatch, with_compiler: bool
+) -> None:
+    if not with_compiler:
+        monkeypatch.setattr(checked_copy, "copy_bytes", None)
+    data = torch.randint(0, 256, (150_007,), dtype=torch.uint8)
+    pieces = [memoryview(bytearray(length)) for length in (7, 0, 100_000, 50_000)]
+    assert copy_pieces(data.data_ptr(), pieces) == crc32c(data.numpy().tobytes())
+    assert b"".join(pieces) == data.numpy().tobytes()
+    assert copy_pieces(data.data_ptr(), []) == 0

@@ -65,6 +65,20 @@ def test_a_sealed_slot_gives_its_chunks(
 
 
 @pytest.mark.parametrize("mapped", [True, False])
+def test_chunks_that_are_sent_on_are_not_checked(
+    slot: Descriptor, monkeypatch: pytest.MonkeyPatch, mapped: bool
+) -> None:
+    if not mapped:
+        monkeypatch.setattr(slot_source, "copy_bytes", None)
+    source = SlotSource(slot.fileno(), 1, 5)
+    os.pwrite(slot.fileno(), b"\xff", source.header.data_offset + source.ranges[1].offset)
+    chunk = source.ranges[1]
+    wanted = b"\xff" + PACKED[chunk.offset + 1 : chunk.offset + chunk.length]
+    assert source.unchecked_chunk(1).numpy().tobytes() == wanted
+    assert source.bytes_read == 0
+
+
+@pytest.mark.parametrize("mapped", [True, False])
 def test_a_slot_that_is_cut_short_while_it_is_open_does_not_end_the_trainer(
     slot: Descriptor, monkeypatch: pytest.MonkeyPatch, mapped: bool
 ) -> None:

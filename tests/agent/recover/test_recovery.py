@@ -197,6 +197,31 @@ class FakeLoading:
 ALL = ["open", "bind", "load", "finish", "close"]
 
 
+@pytest.mark.parametrize(
+    ("source", "own", "peers", "said"),
+    [
+        ("storage", 0, 0, ""),
+        ("memory", 2_000_000, 0, ""),
+        ("storage", 2_000_000, 0, ", 2.0 MB of it from the memory of this node"),
+        ("storage", 0, 3_000_000, ", 3.0 MB of it from the memory of other nodes"),
+        (
+            "storage",
+            2_000_000,
+            3_000_000,
+            ", 2.0 MB of it from the memory of this node, 3.0 MB from that of other nodes",
+        ),
+    ],
+)
+def test_the_log_says_how_much_came_from_which_memory(
+    source: str, own: int, peers: int, said: str
+) -> None:
+    recovered = Recovered(
+        step=5, attempt=1, tag="x", source=source, metrics={}, user_content=None, seconds=1.0,
+        memory_bytes=own, peer_bytes=peers,
+    )  # fmt: skip
+    assert recovery._details(recovered) == said
+
+
 # -- the candidates of all ranks
 
 
