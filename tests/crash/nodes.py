@@ -347,7 +347,8 @@ def in_store(count: int = 3, *, apart: bool = False) -> Iterator[tuple[Nodes, di
     with tempfile.TemporaryDirectory() as there, ExitStack() as held:
         server = held.enter_context(stores.Servers(Path(there))).get("seaweed")
         held.enter_context(stores.in_environment(server))
-        place = Nodes(count, Url("s3", "bucket", ("root",)), apart=apart)
+        # A process connects to a URL once, and the next server has another port.
+        place = Nodes(count, Url("s3", "bucket", (Path(there).name,)), apart=apart)
         held.callback(place.remove)
         for node in place:
             proxy = held.enter_context(proxied(server.port))

@@ -33,8 +33,7 @@ from typing import Any
 from ckptd.agent.link.placement import NodePlace, holders
 from ckptd.daemon.config import REPLICA_SLOTS
 from ckptd.shared.errors import IntegrityError, InvalidRequest
-from ckptd.shared.formats.binary import ALIGN
-from ckptd.shared.formats.segment import SegmentHeader
+from ckptd.shared.formats.segment import read_header
 from ckptd.shared.system import failpoints
 from tests.crash import node_trainer, nodes
 from tests.crash.nodes import Key, Result, compare, has_died, in_directory, in_store, start
@@ -357,6 +356,8 @@ def _end_copies(job: Job, lived: Life, ranks: Ranks) -> tuple[str, list[str]]:
     """
     if not holds(lambda: bool(job.off()) or ranks.any_answer, _SECONDS):
         return "", []  # the failpoint was not reached
+    if ranks.any_answer:
+        return COPY, [f"the training has ended with the copies, {job.off()}: {ranks.answers()}"]
     before = [diary.count("sealed") for diary in lived.diaries]
 
     def goes_on() -> bool:
@@ -365,7 +366,7 @@ def _end_copies(job: Job, lived: Life, ranks: Ranks) -> tuple[str, list[str]]:
 
     if holds(goes_on, _SECONDS):
         return COPY, []
-    return COPY, [f"the training has ended with the copies, {job.off()}: {ranks.answers()}"]
+    return COPY, [f"the training has stopped with the copies, {job.off()}: {ranks.answers()}"]
 
 
 # -- memory
@@ -394,7 +395,7 @@ def _unaccounted(node: Node) -> list[str]:
     for path in node.segments():
         try:
             with path.open("rb") as file:
-                header, size = SegmentHeader.decode(file.read(ALIGN)), path.stat().st_size
+                header, size = read_header(file.fileno()), path.stat().st_size
         except (FileNotFoundError, IntegrityError) as error:
             return [f"{node.name}: {error}"]  # it has just been removed, or is being made
         sizes.append(size)
@@ -459,8 +460,10 @@ def run(
                 if not upcoming:
                     upcoming = chance.sample(points, len(points))
                 trouble, back = _next(job, chance, result.hits)
-                life(job, chance, result, trouble, back, upcoming.pop() if turn % 2 else "")
-            _close(job, result)
+                at_a_point = turn % 2 and trouble != COPY
+                life(job, chance, result, trouble, back, upcoming.pop() if at_a_point else "")
+            if not result.lost:
+                _close(job, result)
             if result.lost:
                 print(place.logs())
     return Counter({**result.hits, CHAINS: len(result.chained)}), result.lost

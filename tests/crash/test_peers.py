@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import random
 import re
+from collections import Counter
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -26,6 +27,7 @@ def test_the_rig_tries_each_line_of_the_table() -> None:
     assert (first, tuple(lines)) == ("what is lost", peers.LINES)
 
 
+@pytest.mark.timeout(6 * SECONDS)
 def test_nodes_lost_with_their_memory_lose_nothing_that_was_promised() -> None:
     seed = datetime.now(UTC).toordinal()
     hits, lost = peers.run(1000, seed, SECONDS, all_troubles=True)
@@ -112,7 +114,7 @@ def test_a_place_whose_nodes_are_all_in_one_domain_has_no_copies_to_lose() -> No
 
 def test_the_trouble_that_has_come_least_often_comes_next() -> None:
     made = job(*peers.DOMAINS_OF_PLACES[0])
-    hits = peers.Counter(dict.fromkeys((*peers.TROUBLES, *peers.RETURNS), 5))
+    hits = Counter(dict.fromkeys((*peers.TROUBLES, *peers.RETURNS), 5))
     hits[peers.DOMAIN] = hits[peers.BACK] = 4
     assert peers._next(made, random.Random(1), hits) == (peers.DOMAIN, peers.BACK)
     hits[peers.ANOTHER], made.lost = 3, {0}
