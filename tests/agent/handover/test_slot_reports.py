@@ -173,6 +173,7 @@ def test_two_threads_may_settle_the_same_copy() -> None:
     one = SettledMeanwhile(5, 1)
     world = World(one)
     one.seals = world.seals
+    one.expect_copy(None)
     world.seals.hand_over(one)
     world.seals.follow_copies(m.PeerReplicas(re=0, attempt=1, replicated=[5]))
     assert one.replicated
