@@ -138,7 +138,7 @@ class Seals:
                 )
             else:
                 continue
-            del self._copying[attempt, step]
+            self._copying.pop((attempt, step), None)  # two threads may settle the same one
 
     def fail_all(self, error: CkptdError) -> None:
         """Fail every snapshot that is not durable, because the daemon or this agent is

@@ -1,11 +1,14 @@
-"""Trains on ranks of several nodes for the rig in `nodes.py`, and writes every promise
-into the diary of its rank.
+"""Trains on ranks of several nodes for the rigs in `nodes.py` and `peers.py`, and writes
+every promise into the diary of its rank.
 """
 
 from __future__ import annotations
 
+import itertools
+import threading
 import time
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import torch
@@ -13,12 +16,16 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from ckptd.agent import Agent, per_rank
+from ckptd.agent import Agent, Pending, per_rank
 from ckptd.shared.errors import CkptdError
 from ckptd.shared.system import failpoints
 from tests.support.trainers import JOB, Diary, drifting
 
 ROWS, COLUMNS, DRIFT = 24, 50, 480
+KINDS = [(True, True)] * 3 + [(False, True)] * 6 + [(True, False), (False, False)]
+"""`persist` and `replicate` of the snapshots that `train_with_copies` takes, each as often
+as it is here.
+"""
 
 
 def state_of(step: int) -> dict[str, Any]:
@@ -74,6 +81,8 @@ def recover(socket: Path, diary: Diary) -> tuple[Agent, int]:
     assert not found.passed_over, found.passed_over
     check(state, found.step)
     diary.note("recovered", found.attempt, found.step)
+    if found.source == "storage":
+        diary.note("durable", found.attempt, found.step)
     return agent, found.step
 
 
@@ -104,3 +113,47 @@ def train(
     ) as error:  # another rank or a daemon has died: a real training would end here
         return repr(error)
     return ""
+
+
+def train_with_copies(socket: Path, diary: Diary, armed: str, seed: int, pause: float) -> str:
+    """Recover, then take snapshots of mixed kinds, as the seed says, until an error, which
+    is returned. The seed must be the same on all ranks.
+    """
+    failpoints.arm(armed)
+    agent, last = recover(socket, diary)
+    chance, pending = Random(seed), list[Pending]()
+    try:
+        for step in itertools.count(last + 1):
+            persist, replicate = chance.choice(KINDS)
+            state = state_of(step)
+            taken = agent.snapshot(state, step=step, persist=persist, replicate=replicate)
+            if taken.state in ("sealed", "durable"):
+                diary.note("sealed", taken.attempt, step)
+                pending.append(taken)
+                threading.Thread(target=_note_copies, args=(taken, diary), daemon=True).start()
+            if persist and chance.random() < 0.3:
+                taken.wait("durable", timeout=60)
+            for done in [each for each in pending if each.state == "durable"]:
+                diary.note("durable", done.attempt, done.step)
+                pending.remove(done)
+            dist.all_reduce(torch.ones(1))
+            time.sleep(pause)
+    except (CkptdError, RuntimeError, TimeoutError) as error:
+        return repr(error)
+    raise AssertionError("the steps do not end")
+
+
+def _note_copies(taken: Pending, diary: Diary) -> None:
+    """Write into the diary that a snapshot is replicated, as soon as that is known."""
+    try:
+        taken.wait("replicated", timeout=60)
+    except (CkptdError, TimeoutError):
+        return
+    diary.note("replicated", taken.attempt, taken.step)
+
+
+def close_after_a_step(socket: Path, diary: Diary) -> None:
+    """Recover, make one step durable, and close the agent."""
+    agent, last = recover(socket, diary)
+    agent.snapshot(state_of(last + 1), step=last + 1).wait("durable", timeout=60)
+    agent.close()

@@ -26,6 +26,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
+from ckptd.daemon.engine import orphans
 from ckptd.daemon.saving import joint
 from ckptd.shared.location import Url
 from ckptd.shared.storage.locate import open_root
@@ -213,7 +214,7 @@ def life(job: Job, chance: random.Random, result: Result, fault: str, point: str
     )
     if point and not armed:
         victim.kill()
-        _start(victim, job.place, f"{point}=kill@{chance.randint(1, 4)}", wait=False)
+        start(victim, job.place, f"{point}=kill@{chance.randint(1, 4)}", wait=False)
         victim.daemon.reached_ready()  # type: ignore[union-attr]
     persist, wait_every = chance.random() < 0.7, chance.choice((0, 1, 3))
     with Ranks(len(here) * job.per_node) as ranks:
@@ -230,7 +231,7 @@ def life(job: Job, chance: random.Random, result: Result, fault: str, point: str
         holds(
             lambda: (
                 min(diary.count("sealed") for diary in job.last) >= wanted
-                or _has_died(victim)
+                or has_died(victim)
                 or not ranks.all_live
             ),
             20.0,
@@ -251,7 +252,7 @@ def life(job: Job, chance: random.Random, result: Result, fault: str, point: str
             case "a daemon":
                 victim.kill()
                 time.sleep(chance.uniform(0, 0.2))
-                _start(victim, job.place)
+                start(victim, job.place)
             case "a node" | "a node with its memory":
                 for rank in theirs:
                     ranks.kill(rank)
@@ -269,9 +270,9 @@ def life(job: Job, chance: random.Random, result: Result, fault: str, point: str
         job.lose_memory()
     for node in job.place:
         # A failpoint that was not reached must not kill the next life.
-        if _has_died(node) or (node is victim and point):
+        if has_died(node) or (node is victim and point):
             node.kill()
-            _start(node, job.place)
+            start(node, job.place)
 
 
 def compare(
@@ -293,7 +294,8 @@ def compare(
     result.chained |= chained(job.place.root)
 
 
-def _has_died(node: Node) -> bool:
+def has_died(node: Node) -> bool:
+    """Return True if the daemon of a node does not run."""
     return node.daemon is None or node.daemon.process.poll() is not None
 
 
@@ -302,7 +304,10 @@ def cut_flag(node: Node) -> Path:
     return Path(f"{node.home.path}/cut")
 
 
-def _start(node: Node, place: Nodes, failpoints: str = "", *, wait: bool = True) -> None:
+def start(node: Node, place: Nodes, failpoints: str = "", *, wait: bool = True) -> None:
+    """Start the daemon of a node, with the retention of the rig, which calls that a cut
+    holds back, and less patience than a daemon has by default.
+    """
     cut = (
         None
         if isinstance(place.root, Url)
@@ -313,19 +318,19 @@ def _start(node: Node, place: Nodes, failpoints: str = "", *, wait: bool = True)
 
 def _wait_less(first: Callable[[], None] | None) -> None:
     """Make this daemon wait a second for the receipts of nodes that have left the job,
-    because every fifth life leaves one out.
+    because every fifth life leaves one out, and for the nodes that it holds copies of.
     """
-    joint.LATE_SECONDS = 1.0
+    joint.LATE_SECONDS = orphans.BEHALF_SECONDS = 1.0
     if first is not None:
         first()
 
 
 @contextmanager
-def in_directory() -> Iterator[tuple[Nodes, dict[str, str]]]:
-    """Yield three nodes that share a directory, and the variables by which their ranks
-    find it, which are none.
+def in_directory(count: int = 3, *, apart: bool = False) -> Iterator[tuple[Nodes, dict[str, str]]]:
+    """Yield nodes that share a directory, and the variables by which their ranks find
+    it, which are none. apart: True if each node gets name spaces of its own.
     """
-    place = Nodes(3)
+    place = Nodes(count, apart=apart)
     try:
         yield place, {}
     finally:
@@ -333,16 +338,17 @@ def in_directory() -> Iterator[tuple[Nodes, dict[str, str]]]:
 
 
 @contextmanager
-def in_store() -> Iterator[tuple[Nodes, dict[str, str]]]:
-    """Yield three nodes that share a bucket of SeaweedFS, each through a proxy of its
-    own. Raises Unavailable if it is not installed.
+def in_store(count: int = 3, *, apart: bool = False) -> Iterator[tuple[Nodes, dict[str, str]]]:
+    """Yield nodes that share a bucket of SeaweedFS, each through a proxy of its own.
+    Raises Unavailable if it is not installed. apart: as for `in_directory`.
     """
     if stores.program("weed") is None:
         raise Unavailable("SeaweedFS is not installed")
     with tempfile.TemporaryDirectory() as there, ExitStack() as held:
         server = held.enter_context(stores.Servers(Path(there))).get("seaweed")
         held.enter_context(stores.in_environment(server))
-        place = Nodes(3, Url("s3", "bucket", ("root",)))
+        # A process connects to a URL once, and the next server has another port.
+        place = Nodes(count, Url("s3", "bucket", (Path(there).name,)), apart=apart)
         held.callback(place.remove)
         for node in place:
             proxy = held.enter_context(proxied(server.port))
@@ -390,7 +396,7 @@ def run(
         for node in place:
             if chance.random() < 0.5:
                 node.put_stage()
-            _start(node, place)
+            start(node, place)
         job = Job(place, per_node=2, environ=environ)
         while result.hits.total() < lives and time.monotonic() < until and not result.lost:
             number = result.hits.total()

@@ -48,6 +48,7 @@ from tests.crash import (
     machine,
     nodes,
     nonsense,
+    peers,
     places,
     power,
     reads,
@@ -330,6 +331,19 @@ RIGS: dict[str, Rig] = {
             partial(nodes.run, where=nodes.in_store),
         ),
         (200,),
+    ),
+    "peers": Rig(
+        Alike("nodes lost, with copies on others", "lives of a job on 3 or 4 nodes", peers.run),
+        (500, 500),
+        shares=5,
+    ),
+    "peers-seaweed": Rig(
+        Alike(
+            "the same, in an object store",
+            "lives of a job on 3 or 4 nodes",
+            partial(peers.run, where=nodes.in_store),
+        ),
+        (100,),
     ),
     "faults": Rig(Alike("faults of an object store", "pairs", store_faults.run), (2000,)),
     "reads": Rig(Alike("memory that cannot be read", "daemons", reads.run), (500,)),

@@ -15,14 +15,22 @@ from ckptd.daemon.job import sightings
 from ckptd.daemon.runs import heartbeats, run_guard
 from ckptd.shared.location import Location
 from ckptd.shared.system import machine
+from tests.support import spaces
 from tests.support.daemons import Daemon, Home
 
+SHM = Path("/dev/shm")
 
-def become(name: str, then: Callable[[], None] | None = None) -> None:
+
+def become(name: str, then: Callable[[], None] | None = None, shm: Path | None = None) -> None:
     """Give this process the name of another host, which is all that a daemon knows of
     the machine it runs on.
+
+    shm: the directory that is to be its /dev/shm, if it gets name spaces of its own.
     """
-    machine.host = lambda: name
+    if shm is not None:
+        spaces.enter(name, shm)
+    else:
+        machine.host = lambda: name
     if then is not None:
         then()
 
@@ -37,15 +45,18 @@ def beat_fast() -> None:
 class Node:
     """A node, whose daemon is not running yet.
 
-    `stage`: the stage of its daemon, if it is to have one.
+    `stage`: the stage of its daemon, if it is to have one. apart: True if its processes
+    get a host name and a /dev/shm of their own from the kernel.
     """
 
-    def __init__(self, name: str, root: Location, environ: Mapping[str, str]) -> None:
-        self.name = name
+    def __init__(
+        self, name: str, root: Location, environ: Mapping[str, str], *, apart: bool = False
+    ) -> None:
+        self.name, self.apart = name, apart
         self.home = Home()
         self.home.root = root  # type: ignore[assignment]
         self.home.environ = dict(environ)
-        self.shm = Path(tempfile.mkdtemp(prefix=f"ckptd-test-{name}-", dir="/dev/shm"))
+        self.shm = Path(tempfile.mkdtemp(prefix=f"ckptd-test-{name}-", dir=SHM))
         self.stage: Path | None = None
         self.daemon: Daemon | None = None
 
@@ -62,7 +73,7 @@ class Node:
         """
         here = [
             "--shm-dir",
-            str(self.shm),
+            str(SHM if self.apart else self.shm),
             "--state-dir",
             str(self.home.path / "state"),
             "--socket",
@@ -74,15 +85,23 @@ class Node:
             *here,
             *arguments,
             failpoints=failpoints,
-            forked=partial(become, self.name, first),
+            forked=self.entry(first),
         )
         return self.daemon.wait_ready() if wait else self.daemon
+
+    def entry(self, then: Callable[[], None] | None = None) -> Callable[[], None]:
+        """Return a function that makes a process one of this node, and then calls `then`."""
+        return partial(become, self.name, then, self.shm if self.apart else None)
 
     def kill(self) -> None:
         """Kill the daemon, if it runs."""
         if self.daemon is not None:
             self.daemon.kill()
             self.daemon = None
+
+    def segments(self) -> list[Path]:
+        """Return the files of all segments in the shared memory of this node."""
+        return sorted(self.shm.glob("*/*.seg"))
 
     def lose(self, *, disk: bool = True) -> None:
         """Lose the node: its daemon, its shared memory and its disk.
@@ -108,15 +127,23 @@ class Node:
 class Nodes(Sequence[Node]):
     """Some nodes and the root that they share, by default a directory.
 
-    `environ`: more variables for the daemons.
+    `environ`: more variables for the daemons. apart: True if each node gets name spaces
+    of its own from the kernel.
     """
 
     def __init__(
-        self, count: int, root: Location | None = None, environ: Mapping[str, str] | None = None
+        self,
+        count: int,
+        root: Location | None = None,
+        environ: Mapping[str, str] | None = None,
+        *,
+        apart: bool = False,
     ) -> None:
         self.path = Path(tempfile.mkdtemp(prefix="ckptd-test-nodes-"))
         self.root = root or self.path / "root"
-        self._nodes = [Node(f"node{number}", self.root, environ or {}) for number in range(count)]
+        self._nodes = [
+            Node(f"node{number}", self.root, environ or {}, apart=apart) for number in range(count)
+        ]
 
     def __getitem__(self, number):  # type: ignore[no-untyped-def]
         return self._nodes[number]

@@ -10,7 +10,7 @@ import pytest
 from ckptd.agent.handover.slot_reports import MAX_REASON, Returns, Seals
 from ckptd.agent.link.client import Client
 from ckptd.agent.pending import PendingSnapshot
-from ckptd.shared.errors import Fenced, QuotaExceeded, SnapshotFailed, StorageError
+from ckptd.shared.errors import CkptdError, Fenced, QuotaExceeded, SnapshotFailed, StorageError
 from ckptd.shared.formats.segment import SlotState
 from ckptd.shared.wire import messages as m
 from ckptd.shared.wire.lifecycle import Event
@@ -153,6 +153,30 @@ def test_nothing_waits_for_an_upload_after_the_agent_is_closed() -> None:
     with pytest.raises(Fenced, match="attempt 2 has begun"):
         one.wait("uploaded", timeout=0)
     assert one.state == "durable"
+
+
+# -- copies on other nodes
+
+
+class SettledMeanwhile(PendingSnapshot):
+    """A snapshot with which another thread settles the copies in the same moment."""
+
+    seals: Seals
+
+    def replicate(self, error: CkptdError | None) -> None:
+        if not self.replicated:
+            super().replicate(error)
+            self.seals.follow_copies(m.PeerReplicas(re=0, attempt=1, replicated=[5]))
+
+
+def test_two_threads_may_settle_the_same_copy() -> None:
+    one = SettledMeanwhile(5, 1)
+    world = World(one)
+    one.seals = world.seals
+    one.expect_copy(None)
+    world.seals.hand_over(one)
+    world.seals.follow_copies(m.PeerReplicas(re=0, attempt=1, replicated=[5]))
+    assert one.replicated
 
 
 # -- slots that are given back
