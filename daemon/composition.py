@@ -59,9 +59,10 @@ class Components:
 
     `engine` decides about ranks and seals, `steps` carries decisions out, `saver` writes
     checkpoints, `orphans` looks after dead trainers, `recoveries` counts what agents
-    report, and `readers` lends snapshots. `identity` is the identity of the root. `served` checks that the root is
-    still there, and `foreign` keeps the memory of other roots apart. `events` reports
-    what the daemon has done. `repository` is the root, or the stage if there is one.
+    report, and `readers` lends snapshots. `identity` is the identity of the root.
+    `served` checks that the root is still there, and `foreign` keeps the memory of other
+    roots apart. `events` reports what the daemon has done. `repository` is the root, or
+    the stage if there is one.
     With a stage, `uploader` uploads to the root, and the second of `pipelines` writes to
     the root.
     """
