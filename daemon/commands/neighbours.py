@@ -30,7 +30,7 @@ from ckptd.shared.location import Location, located, url_scheme
 from ckptd.shared.system import machine
 from ckptd.shared.units import some_text
 from ckptd.shared.wire import messages as m
-from ckptd.shared.wire.channel import Channel, NoDaemon, no_daemon
+from ckptd.shared.wire.channel import Channel, NoDaemon
 
 TIMEOUT = 10.0
 
@@ -139,7 +139,7 @@ def _ask(pid: int, socket: str, root: str) -> Neighbour | None:
         if not psutil.pid_exists(pid):
             return None
         problem = str(error)
-        if problem == str(no_daemon(Path(socket))):  # whose advice is to start one
+        if isinstance(error, NoDaemon):  # whose advice is to start one
             problem = f"it does not listen at {socket}: it is starting or ending"
         return Neighbour(pid, socket, None, problem, named_root=root)
 
@@ -286,9 +286,8 @@ def connection(root: Location | None, socket: Path | None, command: str, later: 
     try:
         return _connect(socket, later)
     except NoDaemon as error:
-        served = _served(socket, command)
-        if served or (socket is None and find_all()):
-            raise DaemonUnreachable(f"{error}{served}") from None
+        if socket is None and find_all():
+            raise DaemonUnreachable(f"{error}{_served(socket, command)}") from None
         raise
 
 
