@@ -27,6 +27,7 @@ from ckptd.daemon.memory.unsaved import UnsavedSnapshot
 from ckptd.shared import errors as e
 from ckptd.shared.command import PLACE, configured_root, json_option, socket_option, speaks
 from ckptd.shared.location import Location, located
+from ckptd.shared.storage.locate import is_root, meant
 from ckptd.shared.system import machine
 from ckptd.shared.units import count_text, share_text, size_text
 from ckptd.shared.wire import messages as m
@@ -122,9 +123,12 @@ def drain(
         raise e.InvalidConfig(
             f"--deadline is {deadline:g}: expected seconds from 0 to {MOST_SECONDS:g}"
         )
+    named = root
     if root is None and socket is None:
         root = configured_root()
     outcome = _drained(root, socket, job, deadline)
+    if isinstance(named, Path) and outcome.drained and not (outcome.daemon or is_root(named)):
+        raise e.NotFound(f"no daemon serves {named}, which is no root{meant(named)}")
     if as_json:
         click.echo(json.dumps(outcome.row(), indent=1))
     else:

@@ -174,7 +174,8 @@ def test_a_daemon_that_ends_meanwhile(place: Home, how: signal.Signals) -> None:
 
 
 def test_a_node_without_a_daemon_and_without_unsaved_memory_owes_nothing(place: Home) -> None:
-    place.root.mkdir()
+    with running(place, forked=True):
+        pass
     run = ckptd("drain", place.root)
     assert (run.returncode, run.stdout, run.stderr) == (
         0,
@@ -182,6 +183,19 @@ def test_a_node_without_a_daemon_and_without_unsaved_memory_owes_nothing(place: 
         f"only: nothing is owed\n",
         "",
     )
+
+
+def test_a_root_that_is_misspelt_is_told(place: Home) -> None:
+    with running(place, forked=True):
+        pass
+    run = ckptd("drain", f"{place.root}t")
+    assert (run.returncode, run.stdout) == (10, "")
+    assert (
+        f"no daemon serves {place.root}t, which is no root: did you mean {place.root}?"
+        in run.stderr
+    )
+    by_variable = ckptd("drain", environment={"CKPTD_ROOT": f"{place.root}t"})
+    assert (by_variable.returncode, "nothing is owed" in by_variable.stdout) == (0, True)
 
 
 def test_unsaved_memory_without_a_daemon_makes_exit_code_1(place: Home) -> None:
