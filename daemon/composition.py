@@ -57,11 +57,12 @@ from ckptd.shared.system.fs import FileSystem
 class Components:
     """The parts of one daemon.
 
-    `engine` decides about ranks and seals, `saver` writes checkpoints, `orphans` looks
-    after dead trainers, `recoveries` counts what agents report, and `readers` lends
-    snapshots. `identity` is the identity of the root. `served` checks that the root is
-    still there, and `foreign` keeps the memory of other roots apart. `events` reports
-    what the daemon has done. `repository` is the root, or the stage if there is one.
+    `engine` decides about ranks and seals, `steps` carries decisions out, `saver` writes
+    checkpoints, `orphans` looks after dead trainers, `recoveries` counts what agents
+    report, and `readers` lends snapshots. `identity` is the identity of the root.
+    `served` checks that the root is still there, and `foreign` keeps the memory of other
+    roots apart. `events` reports what the daemon has done. `repository` is the root, or
+    the stage if there is one.
     With a stage, `uploader` uploads to the root, and the second of `pipelines` writes to
     the root.
     """
@@ -79,6 +80,7 @@ class Components:
     journal: Journal
     claims: Claims
     engine: Engine
+    steps: Steps
     saver: Saver
     orphans: Orphans
     heartbeats: Heartbeats
@@ -263,7 +265,7 @@ def _composed(
     subscribe(events, steps, engine, orphans, uploader)
     return Components(
         config, events, front.repository, identity, served, foreign, front.calls, pipelines, slots,
-        catalog, journal, claims, engine, saver, orphans, heartbeats, Recoveries(),
+        catalog, journal, claims, engine, steps, saver, orphans, heartbeats, Recoveries(),
         Readers(catalog, slots, saver), uploader,
     )  # fmt: skip
 

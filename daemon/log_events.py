@@ -71,6 +71,8 @@ UPLOAD_DONE = LogEvent("upload.done", logging.INFO)
 UPLOAD_FAILED = LogEvent("upload.failed", logging.ERROR)
 UPLOADS_STOPPED = LogEvent("uploads.stopped", logging.ERROR)
 UPLOADS_RESUMED = LogEvent("uploads.resumed", logging.INFO)
+DRAIN_DONE = LogEvent("drain.done", logging.INFO)
+DRAIN_LEFT = LogEvent("drain.left", logging.WARNING)
 REPLICAS_OFF = LogEvent("replicas.off", logging.WARNING)
 RUN_REPLACED = LogEvent("run.replaced", logging.WARNING)
 

@@ -20,6 +20,7 @@ import click
 from ckptd.daemon.commands import neighbours, report
 from ckptd.daemon.commands.copying import copy
 from ckptd.daemon.commands.diff_command import diff
+from ckptd.daemon.commands.drain_command import drain
 from ckptd.daemon.commands.history_command import history
 from ckptd.daemon.commands.interval_command import interval
 from ckptd.daemon.commands.logs_command import logs
@@ -56,6 +57,7 @@ _EXAMPLES = """\b
 Start the daemon of this node:     ckptd run --root /ckpts
 See what it is doing:              ckptd status; ckptd top
 List all daemons; stop one:        ckptd ps; ckptd stop /ckpts
+Save what is owed before a node goes: ckptd drain /ckpts --deadline 25
 List what has been saved:          ckptd ls /ckpts
 Look at one checkpoint:            ckptd show /ckpts/JOB
 See what a step has changed:       ckptd diff /ckpts/JOB/100 /ckpts/JOB/200
@@ -91,6 +93,7 @@ _MEANT = {
     "copy": ("cp", "sync", "push", "pull", "mirror"),
     "run": ("start", "serve", "daemon"),
     "stop": ("kill", "shutdown"),
+    "drain": ("flush", "evacuate", "evict"),
     "status": ("stat", "stats", "health"),
     "top": ("htop", "monitor", "dashboard", "live"),
     "ps": ("daemons",),
@@ -562,6 +565,7 @@ def _pin(path: Named, step: int | None, *, remove: bool, as_json: bool) -> None:
 
 main.add_command(copy)
 main.add_command(diff)
+main.add_command(drain)
 main.add_command(history)
 main.add_command(interval)
 main.add_command(logs)

@@ -30,7 +30,7 @@ from ckptd.shared.location import Location, located, url_scheme
 from ckptd.shared.system import machine
 from ckptd.shared.units import some_text
 from ckptd.shared.wire import messages as m
-from ckptd.shared.wire.channel import Channel, no_daemon
+from ckptd.shared.wire.channel import Channel, NoDaemon
 
 TIMEOUT = 10.0
 
@@ -139,7 +139,7 @@ def _ask(pid: int, socket: str, root: str) -> Neighbour | None:
         if not psutil.pid_exists(pid):
             return None
         problem = str(error)
-        if problem == str(no_daemon(Path(socket))):  # whose advice is to start one
+        if isinstance(error, NoDaemon):  # whose advice is to start one
             problem = f"it does not listen at {socket}: it is starting or ending"
         return Neighbour(pid, socket, None, problem, named_root=root)
 
@@ -149,7 +149,7 @@ def of_root(root: Location) -> Neighbour:
 
     Raises DaemonStopped if a daemon that may serve it is stopped by a signal, or else
     DaemonUnreachable, which names the roots that are served, and the daemons that do not
-    answer.
+    answer. It is NoDaemon if none of those may serve the root.
     """
     wanted, found = root.resolve(), find_all()
     for neighbour in found:
@@ -176,7 +176,10 @@ def of_root(root: Location) -> Neighbour:
         f"pid {neighbour.pid} ({neighbour.problem})" for neighbour in found if neighbour.problem
     ]
     unknown = f"; not known is what these serve: {some_text(silent, 4)}" if silent else ""
-    raise DaemonUnreachable(f"no daemon of uid {os.geteuid()} serves {root}{unknown}{hint}")
+    hidden = any(neighbour.problem and neighbour.may_serve(wanted) for neighbour in found)
+    raise (DaemonUnreachable if hidden else NoDaemon)(
+        f"no daemon of uid {os.geteuid()} serves {root}{unknown}{hint}"
+    )
 
 
 def status_of(root: Location) -> dict[str, Any]:
@@ -269,6 +272,25 @@ def daemon_status(socket: Path | None) -> dict[str, Any]:
     return status
 
 
+def connection(root: Location | None, socket: Path | None, command: str, later: float) -> Channel:
+    """Return a connection to the daemon of a root, or else to the one at a socket, or
+    else at a usual place.
+
+    command: as for `usual_status`. later: the seconds for each answer.
+
+    Raises Forbidden; DaemonUnreachable, which is NoDaemon if there is no daemon that may
+    be meant.
+    """
+    if root is not None:
+        return Channel(Path(status_of(root)["socket"]), TIMEOUT, later=later)
+    try:
+        return _connect(socket, later)
+    except NoDaemon as error:
+        if socket is None and find_all():
+            raise DaemonUnreachable(f"{error}{_served(socket, command)}") from None
+        raise
+
+
 def served_root(socket: Path | None, command: str) -> Location:
     """Return the root that the daemon at `socket` serves, or at a usual place.
 
@@ -349,21 +371,21 @@ def _served(socket: Path | None, command: str) -> str:
     )
 
 
-def _connect(socket: Path | None) -> Channel:
+def _connect(socket: Path | None, later: float = TIMEOUT) -> Channel:
     if socket is not None:
-        return Channel(socket, TIMEOUT, later=TIMEOUT)
+        return Channel(socket, TIMEOUT, later=later)
     usual = machine.default_sockets()
     problem: Forbidden | DaemonUnreachable | None = None
     for place in [place for place in usual if place.exists()]:
         try:
-            return Channel(place, TIMEOUT, later=TIMEOUT)
+            return Channel(place, TIMEOUT, later=later)
         except (
             Forbidden,
             DaemonUnreachable,
         ) as error:  # another user's daemon or a dead one: the next place may have ours
             problem = problem or error
     tried = " and ".join(map(str, usual))
-    raise problem or DaemonUnreachable(
+    raise problem or NoDaemon(
         f"no daemon at {tried}: start one with `ckptd run --root DIR`, or name its socket with "
         f"--socket PATH"
     )

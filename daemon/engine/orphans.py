@@ -204,15 +204,7 @@ class Orphans:
     def _save_owed(self, job: Job) -> None:
         """Save what `Job.owed` names, although no rank has requested it."""
         for owed in job.owed():
-            if not owed.persist:
-                log.info(
-                    "snapshot %s/%s: is to be saved unasked, because its trainer is gone or this "
-                    "daemon is stopping",
-                    owed.job,
-                    owed.tag,
-                )
-                owed.persist = owed.unasked = True
-            self._saver.start(owed)
+            self._steps.save_unasked(owed, "its trainer is gone or this daemon is stopping")
         if job.peer_replicas and not job.ranks.owners and job.name not in self._behalf:
             self._behalf[job.name] = asyncio.get_running_loop().call_later(
                 BEHALF_SECONDS, self._save_on_behalf, job
@@ -353,11 +345,7 @@ class Orphans:
         """Save the newest sealed snapshot of every job, wait for all saves, and stop
         watching.
         """
-        for slot in list(self._slots.slots.values()):
-            try:
-                await self._seals.record_unreported(slot)
-            except StorageError as error:
-                log.error("%r is left to the next daemon: %s", slot, error)
+        await self.record_unreported()
         self._saver.stop_waiting()
         while True:
             for job in self._catalog.jobs.values():
@@ -378,6 +366,14 @@ class Orphans:
             self.unguard(identity)
         for task in self._tasks:
             task.cancel()
+
+    async def record_unreported(self) -> None:
+        """Record the seals that no trainer has reported, in all slots that can be read."""
+        for slot in list(self._slots.slots.values()):
+            try:
+                await self._seals.record_unreported(slot)
+            except StorageError as error:
+                log.error("%r is left as it is: %s", slot, error)
 
     # -- a checkpoint is deleted
 

@@ -108,9 +108,23 @@ class Steps:
             leader.shown = holding
             leader.notify(Holds(re=0, attempt=job.attempt, holding=holding))
 
+    def save_unasked(self, snapshot: Snapshot, why: str) -> None:
+        """Save a snapshot whether or not a rank has requested that. Does nothing if it is
+        being saved.
+        """
+        if not snapshot.persist:
+            log.info(
+                "snapshot %s/%s: is to be saved unasked, because %s",
+                snapshot.job, snapshot.tag, why,
+            )  # fmt: skip
+            snapshot.persist = snapshot.unasked = True
+        self._saver.start(snapshot)
+
     def take_answer(self, job: Job, answer: Answer) -> None:
         """Take an answer from the board."""
         before, job.answer = job.answer, answer
+        for snapshot in holdings.drained(job):
+            self.save_unasked(snapshot, "another node is being drained")
         self.perform(job, holdings.missing(job, before))
         self.release_replaced(job)
         job.moved.set()

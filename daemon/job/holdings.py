@@ -61,6 +61,7 @@ def holding(job: Job, host: str) -> Holding:
         wanted=[number for number in held[-MOST_STEPS:] if _is_wanted(job, number)],
         hosted=peer_replicas.hosted(job),
         alone=job.alone[:MOST_TEXT],
+        drained=[number for number in held[-MOST_STEPS:] if _is_drained(job, number)],
     )
 
 
@@ -68,6 +69,26 @@ def _is_wanted(job: Job, number: int) -> bool:
     """Return True if a step that this node holds is to be copied to the peers."""
     snapshot = job.snapshot((job.attempt, number))
     return snapshot is not None and snapshot.replicate and not job.alone
+
+
+def _is_drained(job: Job, number: int) -> bool:
+    """Return True if a drain has asked for a step that this node holds."""
+    snapshot = job.snapshot((job.attempt, number))
+    return snapshot is not None and snapshot.drained
+
+
+def drained(job: Job) -> list[Snapshot]:
+    """Return the snapshots to save because a drain of another node has asked for their
+    steps, which all nodes hold.
+    """
+    found = [job.snapshot((job.attempt, step)) for step in job.answer.drained]
+    return [
+        s
+        for s in found
+        if s is not None
+        and s.state is SnapshotState.SEALED
+        and not (s.persist or s.drained or job.is_durable_after(s.key))
+    ]
 
 
 def _briefs(snapshot: Snapshot | None) -> list[Brief]:

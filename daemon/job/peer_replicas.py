@@ -67,9 +67,21 @@ def needless(job: Job) -> list[Snapshot]:
 
 def owed(job: Job, absent: Collection[int] | None = None) -> list[Snapshot]:
     """Return the peer replicas that this node must save because nobody else may, oldest
-    first.
+    first: those of `unsaved` that are not being saved.
 
     absent: the ranks whose nodes are lost, or None if no node is known to live.
+    """
+    return [
+        replica
+        for replica in unsaved(job)
+        if replica.state in (SnapshotState.SEALED, SnapshotState.FAILED)
+        and (absent is None or set(replica.ranks) <= set(absent))
+    ]
+
+
+def unsaved(job: Job) -> list[Snapshot]:
+    """Return the whole peer replicas that neither their own node nor this one is known to
+    have delivered, oldest first.
     """
     saved = job.newest_durable()
     floor = saved.order[:2] if saved is not None else (0, -1)
@@ -78,9 +90,7 @@ def owed(job: Job, absent: Collection[int] | None = None) -> list[Snapshot]:
         for (key, _), replica in sorted(job.peer_replicas.items())
         if replica.in_memory
         and key > floor
-        and replica.state in (SnapshotState.SEALED, SnapshotState.FAILED)
         and not (replica.delivered or job.is_dead(replica) or job.is_durable(*key))
-        and (absent is None or set(replica.ranks) <= set(absent))
     ]
 
 

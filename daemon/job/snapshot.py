@@ -148,9 +148,11 @@ class Snapshot:
     abandoned: int = 0
     """The number of its tries that were abandoned."""
     unasked: bool = False
-    """True if no rank has requested the save: its trainer was gone, or the daemon was
-    stopping.
+    """True if no rank has requested the save: its trainer was gone, the daemon was
+    stopping, or a node was drained.
     """
+    drained: bool = False
+    """True if a drain of this node has asked for it."""
     counted: str = ""
     """The counter that this snapshot is in, "persisted" or "failed", or "" if its save
     has not ended yet.

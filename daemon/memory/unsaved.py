@@ -9,19 +9,29 @@ saved.
 
 from __future__ import annotations
 
+import fcntl
 import os
 import threading
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from ckptd.daemon.job.catalog import Catalog
+from ckptd.daemon.job.snapshot import Key
 from ckptd.daemon.memory.slots import Slots
 from ckptd.shared import names
-from ckptd.shared.errors import CkptdError, IntegrityError, NotFound, StorageError
-from ckptd.shared.formats.segment import SegmentHeader, SlotState, read_header, this_boot
-from ckptd.shared.location import located
+from ckptd.shared.errors import Busy, CkptdError, IntegrityError, NotFound, StorageError
+from ckptd.shared.formats.segment import (
+    SegmentHeader,
+    SlotState,
+    read_header,
+    read_root_mark,
+    this_boot,
+)
+from ckptd.shared.location import Location, located
 from ckptd.shared.storage.locate import existing_root
 from ckptd.shared.storage.repository import Repository
 from ckptd.shared.system import machine
@@ -128,36 +138,124 @@ def left_behind(status: dict[str, Any]) -> list[UnsavedSnapshot]:
     """
     jobs = {job["job"]: job for job in status["jobs"]}
     log = f" {status['log_file']}" if status.get("log_file") else ""
+    stage = (status.get("stage") or {}).get("directory")
+    places = [*([stage] if stage else []), status["root"]]
+    sealed = defaultdict[str, dict[Key, list[_Segment]]](lambda: defaultdict(list))
+    for segment in _segments(_directories(status)):
+        if (key := segment.sealed) is not None:
+            sealed[segment.header.job][key].append(segment)
     found: list[UnsavedSnapshot] = []
-    for name, sealed in sorted(_sealed(_directories(status)).items()):
+    for name, snapshots in sorted(sealed.items()):
         job = jobs.get(name, {})
-        whole = {
-            key: headers
-            for key, headers in sealed.items()
-            if _is_complete(headers.values(), job.get("ranks_here"))
-        }
-        keys = sorted(whole) if job.get("ranks_here") else sorted(whole)[-1:]
-        durable = job.get("last_durable") or {}
-        saved, problem = _saved(
-            status,
-            name,
-            [key for key in keys if key != (durable.get("attempt"), durable.get("step"))],
-        )
-        saved |= set(keys) & {(durable.get("attempt"), durable.get("step"))}
-        for key in keys:
-            if key not in saved and key >= max(saved, default=key):
-                error = job.get("last_error") or {}
-                reason = problem or (
-                    error["reason"]
-                    if error.get("step") == key[1]
-                    else f"the daemon's log{log} says why"
-                )
-                found.append(
-                    UnsavedSnapshot(
-                        name, *key, tuple(sorted({place for place, _ in whole[key]})), reason
-                    )
-                )
+        here = job.get("ranks_here")
+        whole = {key: held for key, held in snapshots.items() if _is_complete(held, here)}
+        durable, error = job.get("last_durable") or {}, job.get("last_error") or {}
+        found += _not_saved(
+            name, whole, everything=bool(here), places=places,
+            known=(durable.get("attempt"), durable.get("step")),
+            reasons={error.get("step"): error.get("reason")},
+            otherwise=f"the daemon's log{log} says why",
+        )  # fmt: skip
     return found
+
+
+def without_a_daemon(
+    shm_dir: Path, state_dir: Path, root: Location | None, seconds: float = STORAGE_SECONDS
+) -> dict[str, list[UnsavedSnapshot]]:
+    """Return the snapshots of this user that are in the memory of this node and not in
+    their root, by root, if no daemon is there.
+
+    root: only the memory of this root counts, or None for that of all roots whose
+    directories no daemon uses. state_dir: that of the daemon, which may have segments on
+    its disk. seconds: as STORAGE_SECONDS.
+
+    Raises Busy if a daemon uses the memory of `root`.
+    """
+    ranks = defaultdict[tuple[str, str, int], set[int]](set)
+    sealed = defaultdict[tuple[str, str], dict[Key, list[_Segment]]](lambda: defaultdict(list))
+    for directory in _of_roots(shm_dir, state_dir, root):
+        for segment in _segments([str(directory)]):
+            header, place = segment.header, segment.root if root is None else str(root)
+            ranks[place, header.job, header.attempt].add(header.rank)
+            if (key := segment.sealed) is not None:
+                sealed[place, header.job][key].append(segment)
+    found: dict[str, list[UnsavedSnapshot]] = {}
+    for (place, name), snapshots in sorted(sealed.items()):
+        here = {key: ranks[place, name, key[0]] for key in snapshots}
+        whole = {key: held for key, held in snapshots.items() if _is_complete(held, here[key])}
+        # A job has other nodes if not all its ranks have segments here.
+        shared = any(len(here[key]) < held[0].header.world_size for key, held in whole.items())
+        unsaved = _not_saved(
+            name, whole, everything=shared, places=[place] if place else [], seconds=seconds
+        )
+        if unsaved:
+            found.setdefault(place, []).extend(unsaved)
+    return found
+
+
+def _of_roots(shm_dir: Path, state_dir: Path, root: Location | None) -> Iterator[Path]:
+    """Yield the directories of segments that no daemon uses: of one root, or of all."""
+    if root is None:
+        found = [
+            *sorted(shm_dir.glob(f"ckptd-{os.getuid()}-*")),
+            *sorted((state_dir / machine.host()).glob("*/segments")),
+        ]
+    else:
+        name = machine.segment_directory(root)
+        found = [
+            shm_dir / name,
+            *sorted(shm_dir.glob(f"{name}.*")),
+            machine.state_directory(state_dir, root) / "segments",
+        ]
+    for directory in found:
+        if not _is_used(directory):
+            yield directory
+        elif root is not None:
+            raise Busy(
+                f"a daemon that cannot be found from here, perhaps in another container, uses "
+                f"{directory}: name its socket with --socket PATH"
+            )
+
+
+def _is_used(directory: Path) -> bool:
+    """Return True if a daemon has locked a directory of segments."""
+    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+    try:
+        with closing_at_end(os.open(directory, flags)) as fd:
+            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        pass  # there is none, or it belongs to another user
+    return False
+
+
+def _not_saved(
+    job: str,
+    whole: dict[Key, list[_Segment]],
+    *,
+    everything: bool,
+    places: Sequence[str],
+    known: tuple[int | None, int | None] = (None, None),
+    reasons: Mapping[int | None, str | None] = MappingProxyType({}),
+    otherwise: str = "",
+    seconds: float = STORAGE_SECONDS,
+) -> Iterator[UnsavedSnapshot]:
+    """Yield those snapshots of a job that are needed and not saved.
+
+    whole: the segments of each complete snapshot. everything: True if each of them may
+    be needed, because the job has other nodes, and not only the newest. places: the
+    stage and the root. known: the newest checkpoint that is known. reasons: why the save
+    of a step has failed. `otherwise` is the reason for the other steps.
+    """
+    keys = sorted(whole) if everything else sorted(whole)[-1:]
+    saved, problem = _saved(places, job, [key for key in keys if key != known], seconds)
+    saved |= {key for key in keys if key == known}
+    for key in keys:
+        if key not in saved and key >= max(saved, default=key):
+            directories = tuple(sorted({segment.directory for segment in whole[key]}))
+            reason = problem or reasons.get(key[1]) or otherwise
+            yield UnsavedSnapshot(job, *key, directories, reason)
 
 
 def _directories(status: dict[str, Any]) -> Iterator[str]:
@@ -167,15 +265,25 @@ def _directories(status: dict[str, Any]) -> Iterator[str]:
         yield memory["disk_directory"]
 
 
-def _sealed(
-    directories: Iterable[str],
-) -> dict[str, dict[tuple[int, int], dict[tuple[str, str], SegmentHeader]]]:
-    """Return the header of each sealed segment, by job, by (attempt, step), and by
-    directory and name.
-    """
-    found: dict[str, dict[tuple[int, int], dict[tuple[str, str], SegmentHeader]]] = defaultdict(
-        lambda: defaultdict(dict)
-    )
+@dataclass(frozen=True, slots=True)
+class _Segment:
+    """A segment in a directory: its header, and the place of its root, or ""."""
+
+    directory: str
+    header: SegmentHeader
+    root: str
+
+    @property
+    def sealed(self) -> Key | None:
+        """The attempt and the step of the snapshot that it holds, or None."""
+        header = self.header
+        if header.state is not SlotState.SEALED or header.step is None:
+            return None
+        return header.attempt, header.step
+
+
+def _segments(directories: Iterable[str]) -> Iterator[_Segment]:
+    """Yield the segments of trainers of this node that can be read."""
     for directory in directories:
         try:
             files = [name for name in os.listdir(directory) if names.is_segment_file(name)]
@@ -186,39 +294,41 @@ def _sealed(
             try:
                 with closing_at_end(os.open(path, flags)) as fd:
                     header = read_header(fd)
+                    mark = _mark(fd, header)
             except (IntegrityError, OSError):
                 # The next daemon has just released the segment, or does not save it
                 # either.
                 continue
-            if (
-                header.state is SlotState.SEALED
-                and header.step is not None
-                and header.boot_id == this_boot()
-                and not header.peer_replica
-            ):
-                found[header.job][header.attempt, header.step][directory, name] = header
-    return found
+            if header.boot_id == this_boot() and not header.peer_replica:
+                yield _Segment(directory, header, mark)
 
 
-def _is_complete(headers: Collection[SegmentHeader], ranks_here: Collection[int] | None) -> bool:
+def _mark(fd: int, header: SegmentHeader) -> str:
+    """Return the place of the root of a segment, or "" if it is not known."""
+    try:
+        mark = read_root_mark(fd, header)
+    except CkptdError:
+        return ""
+    return "" if mark is None else mark.place
+
+
+def _is_complete(held: Collection[_Segment], ranks_here: Collection[int] | None) -> bool:
     """Return True if all ranks of this node have sealed the snapshot.
 
     ranks_here: the ranks of this node, or None if all ranks of the job are on it.
     """
-    wanted = set(ranks_here or range(next(iter(headers)).world_size))
-    return wanted <= {header.rank for header in headers}
+    wanted = set(ranks_here or range(next(iter(held)).header.world_size))
+    return wanted <= {segment.header.rank for segment in held}
 
 
 def _saved(
-    status: dict[str, Any], job: str, keys: Sequence[tuple[int, int]]
-) -> tuple[set[tuple[int, int]], str]:
+    places: Sequence[str], job: str, keys: Sequence[Key], seconds: float
+) -> tuple[set[Key], str]:
     """Return the keys that have a checkpoint on the stage or in the root.
 
     Also returns the reason why storage could not be read, or "" if it was read.
     """
-    stage = (status.get("stage") or {}).get("directory")
-    places = [*([stage] if stage else []), status["root"]]
-    found: set[tuple[int, int]] = set()
+    found: set[Key] = set()
     problems: list[str] = []
 
     def read() -> None:
@@ -238,11 +348,11 @@ def _saved(
     # A hung mount must not hold this command for ever.
     reading = threading.Thread(target=read, daemon=True)
     reading.start()
-    reading.join(STORAGE_SECONDS)
+    reading.join(seconds)
     if reading.is_alive():
         return (
             set(),
-            f"{' and '.join(places)} did not answer within {STORAGE_SECONDS:g} s, so that it may "
+            f"{' and '.join(places)} did not answer within {seconds:g} s, so that it may "
             f"be saved or not",
         )
     return found, "; ".join(problems)

@@ -16,9 +16,9 @@ import os
 import socket
 import struct
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -26,6 +26,7 @@ from ckptd.daemon.composition import Components
 from ckptd.daemon.job.ranks import Owner, Process
 from ckptd.daemon.memory.slots import Slot
 from ckptd.daemon.process import limits
+from ckptd.daemon.process.drain import Drain
 from ckptd.daemon.process.peers import NOTHING_LEFT, Peer
 from ckptd.daemon.process.service import Service, report_text
 from ckptd.daemon.process.vitals import Vitals
@@ -54,6 +55,7 @@ _THIS_CLIENT_ONLY = frozenset({errno.ECONNABORTED, errno.EINTR})
 
 # A message, and the descriptors that go with it: they are closed once they are sent.
 Outgoing = tuple[m.Reply, Sequence[int]]
+_Result = TypeVar("_Result")
 
 
 class Server:
@@ -205,8 +207,8 @@ class Connection:
         self.requests: set[asyncio.Task[None]] = set()
         # Seals under way: Find, Fetch, Persist and Detach wait for them
         self._seals: set[asyncio.Task[None]] = set()
-        # Requests of a reader that wait: they end with the connection.
-        self._lendings: set[asyncio.Task[Any]] = set()
+        # Requests that wait for something to happen: they end with the connection.
+        self._waits: set[asyncio.Task[Any]] = set()
         self._owner: Owner | None = None
         self._features: frozenset[str] = frozenset()  # those of the client
         self.task: asyncio.Task[None] | None = None
@@ -331,6 +333,10 @@ class Connection:
                 return m.Forgotten(
                     re=request.id, refused=await service.forget(request.job, request.tags)
                 ), ()
+            case m.Drain():
+                drain = Drain(self._server.parts, request.job, request.seconds)
+                drained = await self._while_connected(drain.run())
+                return msgspec.structs.replace(drained, re=request.id), ()
             case m.Lend():
                 return await self._lend(request)
             case m.Begin():
@@ -452,16 +458,20 @@ class Connection:
         found = await self._server.service.find(owner.job, request.step, request.delivered)
         return msgspec.structs.replace(found, re=request.id)
 
+    async def _while_connected(self, waiting: Coroutine[None, None, _Result]) -> _Result:
+        """Return what a wait returns. Cancel it if the connection ends before."""
+        task = asyncio.current_task()
+        assert task is not None
+        self._waits.add(task)
+        try:
+            return await waiting
+        finally:
+            self._waits.discard(task)
+
     async def _lend(self, request: m.Lend) -> Outgoing:
         readers = self._server.parts.readers
         after = (request.attempt, -1 if request.step is None else request.step)
-        task = asyncio.current_task()
-        assert task is not None
-        self._lendings.add(task)
-        try:
-            loan = await readers.lend(request.job, after, request.wait)
-        finally:
-            self._lendings.discard(task)
+        loan = await self._while_connected(readers.lend(request.job, after, request.wait))
         if loan is None:
             return m.Lent(re=request.id), ()
         stored = "storage" if self._server.parts.uploader is None else "stage"
@@ -578,8 +588,8 @@ class Connection:
             _close_all(descriptors)
         self._out.clear()
         self.peer.close()
-        for lending in list(self._lendings):
-            lending.cancel()
+        for wait in list(self._waits):
+            wait.cancel()
         if self._owner is not None and self._owner.notify == self._notify:
             self._server.orphans.connection_lost(self._owner)
         self._server.was_closed(self)

@@ -36,6 +36,7 @@ from ckptd.shared.wire import messages as m
 from ckptd.shared.wire.frames import MAX_FRAME
 from ckptd.shared.wire.lifecycle import SnapshotState
 from ckptd.shared.wire.session import (
+    DRAIN,
     LENDING,
     MAX_VERSION,
     NODES,
@@ -82,7 +83,7 @@ class Service:
                 f"newest checkpoints: "
                 "install the same ckptd in both places"
             )
-        features = [NODES, REPLICAS, RECOVERIES, LENDING, PEERS]
+        features = [NODES, REPLICAS, RECOVERIES, LENDING, DRAIN, PEERS]
         features += [] if config.stage is None else [STAGE]
         return m.Welcome(
             re=hello.id, version=MAX_VERSION, features=features, daemon=__version__,

@@ -19,6 +19,7 @@ from collections import defaultdict
 from ckptd.daemon import log_events, recovery
 from ckptd.daemon.job import stage_decisions as d
 from ckptd.daemon.job.catalog import Job
+from ckptd.daemon.job.dues import UploadProgress
 from ckptd.daemon.job.events import Events
 from ckptd.daemon.job.stored_checkpoint import StoredCheckpoint
 from ckptd.daemon.journal import records as r
@@ -458,6 +459,11 @@ class Uploader:
         why = await self._root.deleter.forget(there, tag) if known[1] or not known[0] else ""
         self.wake()
         return why
+
+    def progress(self) -> UploadProgress:
+        """Return how far the uploads are."""
+        refused = {job: dict(found) for job, found in self.refused.items()}
+        return UploadProgress(refused, self.problem, self._uploading, self._done, self._total)
 
     def report(self) -> dict[str, object]:
         """Return the part of `ckptd status --json` that is about uploads.

@@ -52,6 +52,7 @@ class Holding(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     hosted: for each step of which this node holds whole peer replicas, the lowest rank
         of each node that they are copies of.
     alone: the reason why this node makes no peer replicas any more, or "".
+    drained: the steps in `held` that a drain of this node has asked for.
     """
 
     held: Annotated[list[StepNumber], msgspec.Meta(max_length=MOST_STEPS)] = []
@@ -70,6 +71,7 @@ class Holding(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     wanted: Annotated[list[StepNumber], msgspec.Meta(max_length=MOST_STEPS)] = []
     hosted: Annotated[dict[StepNumber, RankNumbers], msgspec.Meta(max_length=MOST_STEPS)] = {}
     alone: ShortText = ""
+    drained: Annotated[list[StepNumber], msgspec.Meta(max_length=MOST_STEPS)] = []
 
 
 class Answer(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -85,6 +87,8 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         time, because a step is worth nothing in a peer unless all nodes have copied it.
     replicated: the last steps that all nodes have copied to their peers, ascending.
     alone: the reason why no node makes peer replicas any more in this attempt, or "".
+    drained: the steps in `common` that a drain of a node has asked for. Each node saves
+        them, because a checkpoint needs the parts of all nodes.
     """
 
     common: Annotated[list[StepNumber], msgspec.Meta(max_length=MOST_STEPS)] = []
@@ -95,6 +99,7 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     replicating: Annotated[int, msgspec.Meta(ge=-1, lt=10**18)] = -1
     replicated: Annotated[list[StepNumber], msgspec.Meta(max_length=MOST_STEPS)] = []
     alone: ShortText = ""
+    drained: Annotated[list[StepNumber], msgspec.Meta(max_length=MOST_STEPS)] = []
 
 
 def answer(nodes: Mapping[str, Holding], before: Answer) -> Answer:
@@ -141,6 +146,7 @@ def answer(nodes: Mapping[str, Holding], before: Answer) -> Answer:
     # Without a step to copy, the nodes have begun to free their own slots of the last one.
     copied = set[int]() if alone else _copied(nodes.values(), common)
     replicated = sorted({*before.replicated, *copied})
+    drained = {*before.drained, *(step for node in nodes.values() for step in node.drained)}
     return Answer(
         common=sorted(common)[-MOST_STEPS:],
         dead={step: dead[step] for step in sorted(dead)[-MOST_STEPS:]},
@@ -150,6 +156,7 @@ def answer(nodes: Mapping[str, Holding], before: Answer) -> Answer:
         else replicating(nodes.values(), before.replicating, common, replicated),
         replicated=replicated[-MOST_STEPS:],
         alone=alone,
+        drained=sorted(drained.intersection(common))[-MOST_STEPS:],
     )
 
 
@@ -217,6 +224,7 @@ def is_news(holding: Holding, written: Holding | None, known: Answer) -> bool:
         or holding.failed.keys() - written.failed.keys()
         or any(ranks != written.begun.get(step) for step, ranks in holding.begun.items())
         or holding.alone != written.alone
+        or set(holding.drained).difference(written.drained)
         or any(ranks != written.hosted.get(step) for step, ranks in holding.hosted.items())
         or (known.replicating in written.held and known.replicating not in holding.held)
     ):
@@ -258,5 +266,6 @@ def is_quiet(nodes: Mapping[str, Holding], given: Answer) -> bool:
     return len({node.done for node in nodes.values()}) == 1 and not any(
         waits_for_copies(node, given)
         or any(step > durable and is_open(step, node, given) for step in node.held)
+        or any(step > durable and step not in given.drained for step in node.drained)
         for node in nodes.values()
     )

@@ -38,9 +38,13 @@ _FD = array("i")
 _Received = tuple[bytes, list[tuple[int, int, bytes]], int, object]
 
 
-def no_daemon(path: Path) -> DaemonUnreachable:
+class NoDaemon(DaemonUnreachable):
+    """Raised if there is no daemon, and not only none that answers."""
+
+
+def no_daemon(path: Path) -> NoDaemon:
     """Return the error for a socket on which no daemon of this node listens."""
-    return DaemonUnreachable(
+    return NoDaemon(
         f"no daemon listens at {path} on {machine.host()}: start one with `ckptd run --root DIR "
         f"--socket {path}`"
     )

@@ -322,6 +322,49 @@ class Fetched(Reply, frozen=True, kw_only=True, tag="fetched"):
     ranks: list[Rank]
 
 
+class Drain(Request, frozen=True, kw_only=True, tag="drain"):
+    """A request to save what is in the memory of this node only, before the node goes.
+
+    The reply comes once all that was owed at the time of the request has left this node,
+    or after `seconds`. `job`: a job, or "" for all jobs.
+    """
+
+    job: Name = ""
+    seconds: Annotated[float, msgspec.Meta(ge=0, le=86400)]
+
+
+class Due(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A snapshot that has not left this node: its place, and what keeps it here.
+
+    `state`: "waiting", "saving", "failed", "delivered" or "uploading" (PROTOCOL.md).
+    `reason`: why it cannot leave, or "". `done`, `total`: bytes that are written or
+    uploaded, and bytes in all; both are 0 if that is not known.
+    """
+
+    job: Name
+    attempt: AttemptNumber
+    step: StepNumber | None
+    tag: Annotated[str, msgspec.Meta(max_length=160)]
+    state: Annotated[str, msgspec.Meta(max_length=16)]
+    reason: Annotated[str, msgspec.Meta(max_length=400)] = ""
+    done: Size = 0
+    total: Size = 0
+
+
+class Drained(Reply, frozen=True, kw_only=True, tag="drained"):
+    """The reply to Drain.
+
+    `saved`: job and tag of what was owed and has left this node. `owed`: what has not.
+    `more`: the number of entries that `owed` has no room for.
+    """
+
+    saved: Annotated[
+        list[Annotated[str, msgspec.Meta(max_length=320)]], msgspec.Meta(max_length=500)
+    ] = []
+    owed: Annotated[list[Due], msgspec.Meta(max_length=500)] = []
+    more: Size = 0
+
+
 class Lend(Request, frozen=True, kw_only=True, tag="lend"):
     """A request to lend the newest snapshot of a job, from a reader that is no rank.
 
@@ -510,9 +553,9 @@ class Error(Reply, frozen=True, kw_only=True, tag="error"):
 Message = (
     Hello | Welcome | Status | StatusReport | Begin | Began | Allocate | Segments | Replan
     | Acquire | Granted | Refused | Seal | Sealed | Abandon | Persist | Heard | Deliver
-    | Delivered | Find | Found | Fetch | Fetched | Lend | Lent | ReportRecovery | Forget
-    | Forgotten | Host | Hosted | Replicated | Detach | Done | Progress | Holds | Uploads
-    | PeerReplicas | Waiting | Remark | Error
+    | Delivered | Find | Found | Fetch | Fetched | Drain | Drained | Lend | Lent
+    | ReportRecovery | Forget | Forgotten | Host | Hosted | Replicated | Detach | Done
+    | Progress | Holds | Uploads | PeerReplicas | Waiting | Remark | Error
 )  # fmt: skip
 
 _DECODER: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)

@@ -42,6 +42,8 @@ RECOVERIES = "recoveries"
 """The feature of a daemon that takes the message ReportRecovery."""
 LENDING = "lending"
 """The feature of a daemon that takes the message Lend."""
+DRAIN = "drain"
+"""The feature of a daemon that takes the message Drain."""
 PEERS = "peers"
 """The feature of a client that takes the message PeerReplicas, and of a daemon that
 holds peer replicas.
@@ -69,6 +71,7 @@ REQUESTS: dict[tuple[SessionState, type[m.Request]], SessionState] = {
     (SessionState.NEW, m.Hello): SessionState.GREETING,
     (SessionState.GREETED, m.Status): SessionState.GREETED,
     (SessionState.GREETED, m.Forget): SessionState.GREETED,
+    (SessionState.GREETED, m.Drain): SessionState.GREETED,
     (SessionState.GREETED, m.Lend): SessionState.GREETED,
     (SessionState.GREETED, m.Begin): SessionState.BEGINNING,
     # A rank that has recovered an earlier step begins the next attempt.
@@ -77,8 +80,8 @@ REQUESTS: dict[tuple[SessionState, type[m.Request]], SessionState] = {
         (_A, request): _A
         for request in (
             m.Status, m.Allocate, m.Replan, m.Acquire, m.Seal, m.Abandon, m.Persist, m.Heard,
-            m.Deliver, m.Find, m.Fetch, m.ReportRecovery, m.Forget, m.Lend, m.Host, m.Hosted,
-            m.Replicated,
+            m.Deliver, m.Find, m.Fetch, m.ReportRecovery, m.Forget, m.Drain, m.Lend, m.Host,
+            m.Hosted, m.Replicated,
         )
     },
     (_A, m.Detach): SessionState.LEAVING,
@@ -101,6 +104,7 @@ REPLIES: dict[type[m.Request], type[m.Reply] | tuple[type[m.Reply], ...]] = {
     m.Deliver: m.Delivered,
     m.Find: m.Found,
     m.Fetch: m.Fetched,
+    m.Drain: m.Drained,
     m.Lend: m.Lent,
     m.Host: (m.Granted, m.Segments, m.Refused),
     m.Hosted: m.Done,

@@ -42,6 +42,7 @@ COMMANDS = (
     "adopt {root}.pt {root}/tuned",
     "status {root} --job gpt",
     "stop {root}",
+    "drain {root}",
     "doctor --root {root}",
     "gc --delete --yes --shm-dir {root}-shm",
     "ps --json",

@@ -67,6 +67,7 @@ OF_PROTOCOL: dict[type[Any], str] = {
     **{cls: f"{cls.__struct_config__.tag}-message" for cls in get_args(m.Message)},
     m.HeldSegment: "segment",
     m.RecoveryCandidate: "candidate",
+    m.Due: "due",
     m.TrainingCost: "cost",
     Membership: "node",
     Holding: "holding",

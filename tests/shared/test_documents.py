@@ -582,7 +582,7 @@ def test_the_registry_of_features_of_the_protocol() -> None:
     }
     assert set(listed) == {
         session.NODES, session.STAGE, session.REPLICAS, session.WAITING, session.REMARKS,
-        session.RECOVERIES, session.LENDING,
+        session.RECOVERIES, session.LENDING, session.DRAIN,
     }  # fmt: skip
     for name, side in listed.items():
         named = {
@@ -594,7 +594,8 @@ def test_the_registry_of_features_of_the_protocol() -> None:
 # -- fields of messages
 
 INNER: dict[type[Any], str] = {
-    m.HeldSegment: "segment", m.RecoveryCandidate: "candidate", m.TrainingCost: "cost",
+    m.HeldSegment: "segment", m.RecoveryCandidate: "candidate", m.Due: "due",
+    m.TrainingCost: "cost",
     Membership: "node", Holding: "holding", Answer: "answer", Brief: "brief",
 }  # fmt: skip
 

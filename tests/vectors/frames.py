@@ -189,6 +189,35 @@ def frames() -> dict[str, FrameVector]:
                 "passed_over": ["gpt/step-00001000.a0002 in storage: chunk 0 is damaged"],
             },
         ),
+        "holds-drained": read(
+            "a Holds whose node is drained",
+            {"type": "holds", "re": 0, "attempt": 2, "holding": {"held": [900], "drained": [900]}},
+        ),
+        "heard-drained": read(
+            "an answer that has another node drained",
+            heard | {"answer": {"common": [900], "drained": [900]}},
+        ),
+        "drained": read(
+            "Drained with every field of what is owed",
+            {
+                "type": "drained",
+                "re": 21,
+                "saved": ["gpt/step-00001000.a0002"],
+                "owed": [
+                    {
+                        "job": "bert",
+                        "attempt": 1,
+                        "step": None,
+                        "tag": "best.a0001",
+                        "state": "uploading",
+                        "reason": "the network is down",
+                        "done": 1048576,
+                        "total": 2097152,
+                    }
+                ],
+                "more": 3,
+            },
+        ),
         "find-delivered": read(
             "Find with every field", {"type": "find", "id": 9, "step": 1000, "delivered": 1}
         ),

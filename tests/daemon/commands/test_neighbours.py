@@ -20,6 +20,8 @@ from ckptd.daemon.commands import neighbours
 from ckptd.daemon.commands.neighbours import Neighbour
 from ckptd.daemon.process.peers import is_stopped
 from ckptd.shared.errors import DaemonUnreachable, InvalidConfig
+from ckptd.shared.system import machine
+from ckptd.shared.wire.channel import NoDaemon
 from tests.daemon.commands.test_cli import ckptd
 from tests.support.daemons import Daemon, Home, holds, home, running
 from tests.support.trainers import vanish
@@ -178,6 +180,43 @@ def test_a_daemon_that_is_stopped_is_continued_and_no_other_is_started(served: D
 def test_a_daemon_may_serve_the_root_that_its_command_names(named: str, may: bool) -> None:
     found = Neighbour(7, "/s", None, "it is hung", named_root=named)
     assert found.may_serve(Path("/ckpts")) is may
+
+
+@pytest.mark.parametrize(
+    ("found", "certain"),
+    [
+        ([], True),
+        ([Neighbour(8, "/t", {"root": "/other"})], True),
+        ([Neighbour(7, "/s", None, "it is hung", named_root="/other")], True),
+        ([Neighbour(7, "/s", None, "it is hung", named_root="/ckpts")], False),
+        ([Neighbour(7, "/s", None, "it is hung")], False),
+    ],
+)
+def test_there_is_no_daemon_of_a_root_only_if_none_may_serve_it(
+    monkeypatch: pytest.MonkeyPatch, found: list[Neighbour], certain: bool
+) -> None:
+    monkeypatch.setattr(neighbours, "find_all", lambda: found)
+    with pytest.raises(DaemonUnreachable) as raised:
+        neighbours.connection(Path("/ckpts"), None, "ckptd drain ROOT", 10.0)
+    assert isinstance(raised.value, NoDaemon) is certain
+
+
+def test_there_is_no_daemon_at_a_socket_on_which_none_listens(tmp_path: Path) -> None:
+    with pytest.raises(NoDaemon, match=f"no daemon listens at {tmp_path}/s"):
+        neighbours.connection(None, tmp_path / "s", "ckptd drain ROOT", 10.0)
+
+
+@pytest.mark.parametrize("runs", [True, False])
+def test_there_is_no_daemon_at_the_usual_places_only_if_none_runs_elsewhere(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, runs: bool
+) -> None:
+    monkeypatch.setattr(machine, "default_sockets", lambda: [tmp_path / "s"])
+    others = [Neighbour(8, "/t", {"root": "/ckpts"})] if runs else []
+    monkeypatch.setattr(neighbours, "find_all", lambda: others)
+    with pytest.raises(DaemonUnreachable) as raised:
+        neighbours.connection(None, None, "ckptd drain ROOT", 10.0)
+    assert isinstance(raised.value, NoDaemon) is not runs
+    assert ("type `ckptd drain /ckpts`" in str(raised.value)) is runs
 
 
 def test_a_daemon_that_does_not_answer_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

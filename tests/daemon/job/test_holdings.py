@@ -74,6 +74,38 @@ def test_a_step_is_held_once_its_checksums_are_known() -> None:
     assert holdings.holding(made, "node1") == Holding(held=[], done=4, ranks=[2, 3])
 
 
+def test_steps_that_a_drain_of_this_node_has_asked_for_are_shown() -> None:
+    made = job(snapshot(4), snapshot(5), snapshot(6, SnapshotState.FILLING, sealed=(2,)))
+    for step in (5, 6):
+        made.step((1, step)).snapshot.drained = True  # type: ignore[union-attr]
+    assert holdings.holding(made, "node1").drained == [5]
+
+
+@pytest.mark.parametrize(
+    ("held", "saved"),
+    [
+        (snapshot(5, persist=False), [5]),
+        (snapshot(5, persist=True), []),  # it is saved anyway
+        (snapshot(5, SnapshotState.FAILED, persist=False), []),
+        (snapshot(5, SnapshotState.DURABLE, persist=False), []),
+        (snapshot(5, SnapshotState.FILLING, persist=False), []),
+        (snapshot(6, persist=False), []),
+    ],
+)
+def test_a_step_that_another_node_drains_is_saved_here_too(
+    held: Snapshot, saved: list[int]
+) -> None:
+    made = job(held, answer=Answer(common=[5, 6], drained=[4, 5]))
+    assert [found.step for found in holdings.drained(made)] == saved
+
+
+def test_a_step_older_than_a_checkpoint_is_not_saved_for_another_node() -> None:
+    made = job(snapshot(5, persist=False), answer=Answer(common=[5], drained=[5]))
+    tag = "step-00000006.a0001"
+    made.commit(StoredCheckpoint("gpt", tag, 1, 6, 1, 1, (), user_tag=False))
+    assert holdings.drained(made) == []
+
+
 def test_a_step_that_failed_here_is_done_and_says_why() -> None:
     made = job(snapshot(4))
     made.step((1, 5)).failure = ("storage", "rank 3: disk full")

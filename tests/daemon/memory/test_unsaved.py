@@ -4,7 +4,9 @@ and in the output of `ckptd stop`.
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
 import signal
 import threading
 from dataclasses import replace
@@ -18,10 +20,11 @@ from ckptd.agent import Agent, Checkpoint
 from ckptd.daemon.memory import unsaved
 from ckptd.daemon.memory.unsaved import UnsavedSnapshot
 from ckptd.shared import names
-from ckptd.shared.errors import NotFound
+from ckptd.shared.errors import Busy, NotFound
 from ckptd.shared.formats.segment import SegmentHeader, SlotState, write_header
 from ckptd.shared.storage.locate import open_root
 from ckptd.shared.system import machine
+from ckptd.shared.system.fs import closing_at_end
 from tests.daemon.commands.test_cli import ckptd
 from tests.shared.samples import write_checkpoint
 from tests.support.daemons import Home, running, until
@@ -314,3 +317,80 @@ def test_several_snapshots_are_one_line(place: Home) -> None:
         "full; step 9 of job b (attempt 2) is in memory only, in /dev/shm/x, /var/y. "
     )
     assert "\n" not in said
+
+
+# -- without a daemon
+
+
+def without(
+    place: Home, tmp_path: Path, root: Path | None = None, **options: Any
+) -> dict[str, list[tuple[int, tuple[str, ...], str]]]:
+    found = unsaved.without_a_daemon(tmp_path, tmp_path / "state", root, **options)
+    return {where: left(snapshots) for where, snapshots in found.items()}
+
+
+@pytest.fixture
+def memory(place: Home, tmp_path: Path) -> Path:
+    """The directory of the segments of the root."""
+    return tmp_path / machine.segment_directory(place.root)
+
+
+def test_the_memory_of_one_root_counts_that_no_daemon_uses(
+    place: Home, tmp_path: Path, memory: Path
+) -> None:
+    assert without(place, tmp_path, place.root) == {}
+    segment(memory, "a", 7)
+    segment(tmp_path / f"{memory.name}.{'0' * 16}", "b", 8)
+    segment(tmp_path / "ckptd-0-0123456789abcdef", "c", 9)
+    other = (str(tmp_path / f"{memory.name}.{'0' * 16}"),)
+    assert without(place, tmp_path, place.root) == {str(place.root): [(8, other, "")]}
+
+
+def test_the_segments_on_the_disk_count(place: Home, tmp_path: Path) -> None:
+    disk = machine.state_directory(tmp_path / "state", place.root) / "segments"
+    disk.parent.mkdir(parents=True)
+    segment(disk, "a", 7)
+    expected = [(7, (str(disk),), "")]
+    assert without(place, tmp_path, place.root) == {str(place.root): expected}
+    assert without(place, tmp_path) == {"": expected}
+
+
+def test_only_what_is_whole_and_not_in_the_root_counts(
+    place: Home, tmp_path: Path, memory: Path
+) -> None:
+    segment(memory, "a", 7, 0, 2)
+    segment(memory, "b", 7, 1, 2)
+    segment(memory, "c", 8, 0, 2)
+    assert without(place, tmp_path, place.root) == {str(place.root): [(7, (str(memory),), "")]}
+    write_checkpoint(place.root, step=7, attempt=1, job="gpt")
+    assert without(place, tmp_path, place.root) == {}
+
+
+def test_every_step_of_several_nodes_counts_that_the_ranks_of_this_node_have_sealed(
+    place: Home, tmp_path: Path, memory: Path
+) -> None:
+    for name, step, rank in (("a", 7, 2), ("b", 7, 3), ("c", 8, 2), ("d", 8, 3), ("e", 9, 2)):
+        segment(memory, name, step, rank, 4)
+    found = without(place, tmp_path, place.root)[str(place.root)]
+    assert [step for step, _, _ in found] == [7, 8]
+
+
+def test_memory_that_a_daemon_uses_is_its_own_matter(
+    place: Home, tmp_path: Path, memory: Path
+) -> None:
+    """That of a named root must not pass for empty."""
+    segment(memory, "a", 7)
+    with closing_at_end(os.open(memory, os.O_RDONLY | os.O_DIRECTORY)) as fd:
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        assert without(place, tmp_path) == {}
+        with pytest.raises(Busy, match=f"uses {memory}: name its socket with --socket PATH"):
+            without(place, tmp_path, place.root)
+
+
+def test_the_root_of_a_segment_is_that_of_its_mark(place: Home, tmp_path: Path) -> None:
+    with running(place, "--shm-dir", "/dev/shm", forked=True) as daemon:
+        agent = sealed(place, 8)
+        daemon.kill()
+    vanish(agent)
+    found = unsaved.without_a_daemon(Path("/dev/shm"), tmp_path, None)
+    assert [(each.job, each.step) for each in found[str(place.root)]] == [("gpt", 8)]

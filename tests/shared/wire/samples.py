@@ -28,6 +28,7 @@ REQUESTS: tuple[m.Request, ...] = (
         answer=Answer(common=[900], dead={1000: ("storage", "disk full (on node2)")}),
     ),
     m.Deliver(id=15),
+    m.Drain(id=21, job="gpt", seconds=25.0),
     m.Lend(id=17, job="gpt", attempt=2, step=900, wait=60.0),
     m.Host(
         id=18,
@@ -87,6 +88,21 @@ REPLIES: tuple[m.Reply | m.Notification, ...] = (
     ),
     m.Forgotten(re=13, refused={"best.a0001": "checkpoint gpt/best.a0001 is pinned"}),
     m.Progress(re=0, attempt=2, step=1000, state="failed", reason="disk full", code="storage"),
+    m.Drained(
+        re=21,
+        saved=["gpt/step-00001000.a0002"],
+        owed=[
+            m.Due(
+                job="bert",
+                attempt=1,
+                step=40,
+                tag="step-00000040.a0001",
+                state="saving",
+                done=1 << 20,
+                total=1 << 21,
+            )
+        ],
+    ),
     m.Delivered(re=15, attempt=1, world_size=4, ranks=[2, 3]),
     m.Holds(
         re=0,

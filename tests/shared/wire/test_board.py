@@ -336,3 +336,38 @@ def test_a_node_that_makes_no_copies_any_more_waits_until_all_know() -> None:
     assert waits_for_copies(alone, Answer())
     assert not waits_for_copies(alone, Answer(alone="no room (node1)"))
     assert not waits_for_copies(peer(1), Answer())
+
+
+# -- a node is drained
+
+
+def test_a_drained_step_is_told_to_all_nodes_once_they_all_hold_it() -> None:
+    one, other = Holding(held=[5], done=5, drained=[5]), Holding(held=[5], done=5)
+    assert answer({"a": one, "b": Holding(done=4)}, NOTHING) == NOTHING
+    told = answer({"a": one, "b": other}, NOTHING)
+    assert told == Answer(common=[5], drained=[5])
+    freed = Holding(held=[6], done=6)
+    assert answer({"a": freed, "b": freed}, told) == Answer(common=[5, 6], drained=[5])
+
+
+@pytest.mark.parametrize(("before", "news"), [([], True), ([5], False), ([4, 5], False)])
+def test_a_step_that_is_drained_is_news(before: list[int], news: bool) -> None:
+    """The step itself is none, because all nodes hold it."""
+    written = Holding(held=[4, 5], done=5, drained=before)
+    now = Holding(held=[4, 5], done=5, drained=[5])
+    assert is_news(now, written, Answer(common=[4, 5])) is news
+
+
+@pytest.mark.parametrize(
+    ("known", "durable", "quiet"),
+    [
+        (Answer(common=[5]), -1, False),
+        (Answer(common=[5], drained=[5]), -1, True),
+        (Answer(common=[5]), 5, True),
+    ],
+)
+def test_nodes_wait_until_a_drained_step_is_told_or_durable(
+    known: Answer, durable: int, quiet: bool
+) -> None:
+    one = Holding(held=[5], done=5, durable=durable, drained=[5])
+    assert is_quiet({"a": one, "b": Holding(held=[5], done=5)}, known) is quiet

@@ -49,8 +49,8 @@ def test_types_on_the_wire() -> None:
         "acquire", "granted", "refused", "seal", "sealed", "abandon", "plan", "persist", "find",
         "found", "fetch", "fetched", "forget", "forgotten", "detach", "done", "progress", "error",
         "heard", "deliver", "delivered", "holds", "uploads",
-            "waiting", "remark", "recovered", "lend", "lent", "host", "hosted", "replicated",
-        "peer-replicas",
+            "waiting", "remark", "recovered", "lend", "lent", "drain", "drained", "host", "hosted",
+        "replicated", "peer-replicas",
     }  # fmt: skip
 
 

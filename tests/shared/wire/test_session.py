@@ -93,6 +93,7 @@ def test_the_table_is_the_one_of_the_document() -> None:
         (SessionState.NEW, "Hello", SessionState.GREETING),
         (SessionState.GREETED, "Status", SessionState.GREETED),
         (SessionState.GREETED, "Forget", SessionState.GREETED),
+        (SessionState.GREETED, "Drain", SessionState.GREETED),
         (SessionState.GREETED, "Lend", SessionState.GREETED),
         (SessionState.GREETED, "Begin", SessionState.BEGINNING),
         (SessionState.ATTACHED, "Begin", SessionState.BEGINNING),
@@ -102,6 +103,7 @@ def test_the_table_is_the_one_of_the_document() -> None:
                 *PLAIN,
                 "Heard",
                 "Deliver",
+                "Drain",
                 "Lend",
                 "ReportRecovery",
                 "Host",
@@ -220,7 +222,8 @@ def test_replies_lead_to_the_states_of_the_document() -> None:
         "Seal": ["Sealed"], "Abandon": ["Done"], "Persist": ["Done"], "Find": ["Found"],
         "Fetch": ["Fetched"], "ReportRecovery": ["Done"], "Forget": ["Forgotten"],
             "Detach": ["Done"], "Heard": ["Done"], "Deliver": ["Delivered"], "Lend": ["Lent"],
-        "Host": ["Granted", "Segments", "Refused"], "Hosted": ["Done"], "Replicated": ["Done"],
+        "Drain": ["Drained"], "Host": ["Granted", "Segments", "Refused"], "Hosted": ["Done"],
+        "Replicated": ["Done"],
     }  # fmt: skip
 
 
