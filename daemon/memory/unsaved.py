@@ -185,9 +185,8 @@ def without_a_daemon(
         whole = {key: held for key, held in snapshots.items() if _is_complete(held, here[key])}
         # A job has other nodes if not all its ranks have segments here.
         shared = any(len(here[key]) < held[0].header.world_size for key, held in whole.items())
-        unsaved = _not_saved(
-            name, whole, everything=shared, places=[place] if place else [], seconds=seconds
-        )
+        places = [place] if place else []
+        unsaved = list(_not_saved(name, whole, everything=shared, places=places, seconds=seconds))
         if unsaved:
             found.setdefault(place, []).extend(unsaved)
     return found
