@@ -160,14 +160,14 @@ def left_behind(status: dict[str, Any]) -> list[UnsavedSnapshot]:
 
 
 def without_a_daemon(
-    shm_dir: Path, state_dir: Path, root: Location | None, seconds: float = STORAGE_SECONDS
+    shm_dir: Path, state_dir: Path, root: Location | None, seconds: float | None = None
 ) -> dict[str, list[UnsavedSnapshot]]:
     """Return the snapshots of this user that are in the memory of this node and not in
     their root, by root, if no daemon is there.
 
     root: only the memory of this root counts, or None for that of all roots whose
     directories no daemon uses. state_dir: that of the daemon, which may have segments on
-    its disk. seconds: as STORAGE_SECONDS.
+    its disk. seconds: instead of STORAGE_SECONDS.
 
     Raises Busy if a daemon uses the memory of `root`.
     """
@@ -185,9 +185,8 @@ def without_a_daemon(
         whole = {key: held for key, held in snapshots.items() if _is_complete(held, here[key])}
         # A job has other nodes if not all its ranks have segments here.
         shared = any(len(here[key]) < held[0].header.world_size for key, held in whole.items())
-        unsaved = _not_saved(
-            name, whole, everything=shared, places=[place] if place else [], seconds=seconds
-        )
+        places = [place] if place else []
+        unsaved = list(_not_saved(name, whole, everything=shared, places=places, seconds=seconds))
         if unsaved:
             found.setdefault(place, []).extend(unsaved)
     return found
@@ -239,7 +238,7 @@ def _not_saved(
     known: tuple[int | None, int | None] = (None, None),
     reasons: Mapping[int | None, str | None] = MappingProxyType({}),
     otherwise: str = "",
-    seconds: float = STORAGE_SECONDS,
+    seconds: float | None = None,
 ) -> Iterator[UnsavedSnapshot]:
     """Yield those snapshots of a job that are needed and not saved.
 
@@ -249,7 +248,8 @@ def _not_saved(
     of a step has failed. `otherwise` is the reason for the other steps.
     """
     keys = sorted(whole) if everything else sorted(whole)[-1:]
-    saved, problem = _saved(places, job, [key for key in keys if key != known], seconds)
+    wait = STORAGE_SECONDS if seconds is None else seconds
+    saved, problem = _saved(places, job, [key for key in keys if key != known], wait)
     saved |= {key for key in keys if key == known}
     for key in keys:
         if key not in saved and key >= max(saved, default=key):

@@ -314,12 +314,13 @@ def recover(where: list[Path]) -> int | None:
     return found.step
 
 
-def test_a_node_that_has_delivered_names_what_other_nodes_have_not(two: Nodes) -> None:
+def test_a_node_that_has_delivered_says_that_others_have_not(two: Nodes) -> None:
+    """The node without rank 0 looks at the board only after its next step."""
     where = [node.home.socket for node in two]
     with Ranks(2) as ranks:
         ranks.call(hold, where, [5])
-        until(lambda: [due.state for due in drain(where[1], 0.5).owed] == ["delivered"], "delivery")
-        ranks.begin(hold, where, [6])  # a look at the board
+        until(lambda: [due.state for due in drain(where[0], 0.5).owed] == ["delivered"], "delivery")
+        ranks.begin(hold, where, list(range(6, 60)), 0.05)
+        assert drain(where[0]).owed == []
         ranks.results()
-        assert drain(where[1]).owed == []
-        assert 5 in committed(two.root, "gpt")
+        assert committed(two.root, "gpt") != []
