@@ -57,6 +57,8 @@ def serve(pair: Pair, slots: Mapping[int, ServedSlot], *, patience: float) -> No
         if not length:
             break
         failpoint("agent.recover.serving")
+        # A longer or shorter answer than the peer expects must not be sent: gloo ends a process
+        # that gets a longer one.
         slot = slots.get(rank)
         if slot is None or number >= len(slot.ranges) or slot.ranges[number].length != length:
             raise PeerLost(
