@@ -386,10 +386,8 @@ class Sleeps:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 100.0
-        monkeypatch.setattr(transfer, "time", self)
-
-    def monotonic(self) -> float:
-        return self.now
+        monkeypatch.setattr(time, "monotonic", lambda: self.now)
+        monkeypatch.setattr(time, "sleep", self.sleep)
 
     def sleep(self, seconds: float) -> None:
         self.now += seconds
