@@ -53,7 +53,7 @@ from ckptd.agent.link.arguments import (
 from ckptd.agent.link.attempt import begin
 from ckptd.agent.link.interactive import InteractiveSession
 from ckptd.agent.link.script import DEFAULT, check_not_default
-from ckptd.agent.pending import Pending, PendingSnapshot
+from ckptd.agent.pending import NOT_COPIED, Pending, PendingSnapshot
 from ckptd.agent.plan.kept_plan import PLAN_SECONDS, KeptPlan
 from ckptd.agent.plan.layout import Layout
 from ckptd.agent.plan.save_plan import resolves_by_itself, values_of
@@ -89,6 +89,9 @@ _UNKNOWN = 1 << 62
 """The last step that a rank reports if Ctrl-C has interrupted it while it began its
 next attempt. All ranks then begin another attempt.
 """
+_NOT_TO_BE_COPIED = (
+    NOT_COPIED + "it was taken with replicate=False, or a schedule copies only some snapshots"
+)
 
 
 class Agent:
@@ -255,8 +258,8 @@ class Agent:
         failed save never raises. The training may change the state as soon as this
         returns. Copies from accelerators may still run then: later writes are ordered
         behind them, or the snapshot fails. All ranks call this with the same `step`,
-        `tag`, `persist` and `on_busy`. The `metrics` and `user_content` of rank 0 are
-        kept.
+        `tag`, `persist`, `on_busy` and `replicate`. The `metrics` and `user_content` of
+        rank 0 are kept.
 
         state: any nesting of dicts, lists and tuples with tensors, modules, optimizers,
             objects with a state_dict, and plain values.
@@ -306,6 +309,8 @@ class Agent:
         try:
             with link.calls("snapshot", link.stall_budget):
                 handover = link.handovers.open(pending, tag)
+                not_copied = link.handovers.seals.not_copied if replicate else _NOT_TO_BE_COPIED
+                pending.expect_copy(SnapshotFailed(not_copied) if not_copied else None)
                 try:
                     request = make_request(
                         step,
@@ -316,10 +321,8 @@ class Agent:
                         user_content,
                         self.retention,
                         link.node,
-                        replicate and link.handovers.seals.has_copies,
+                        replicate=not not_copied,
                     )
-                    if request.replicate:
-                        pending.expect_copy(None)
                     check_choice("on_error", on_error, OnError)
                     check_choice("unsavable", unsavable, Unsavable)
                     pending.unsaved = {} if unsavable == "skip" else None

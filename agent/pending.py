@@ -40,10 +40,8 @@ _SHOWN: dict[SnapshotState, PendingState] = {
     SnapshotState.FAILED: "failed",
     SnapshotState.SKIPPED: "skipped",
 }
-_NO_COPIES = (
-    "the snapshot is not copied to other nodes: set replicas = 1 for the daemons of all nodes, and "
-    "do not pass replicate=False"
-)
+NOT_COPIED = "the snapshot is not copied to other nodes: "
+NOT_SET = NOT_COPIED + "set replicas = 1 for the daemons of all nodes"
 _MILESTONES: tuple[PendingState, ...] = get_args(Milestone)
 
 
@@ -247,7 +245,7 @@ class PendingSnapshot:
         self._uploaded = False
         self.replicated = False
         # The reason why the snapshot is not copied to another node, or never will be.
-        self._alone: CkptdError | None = SnapshotFailed(_NO_COPIES)
+        self._alone: CkptdError | None = SnapshotFailed(NOT_SET)
         # The reason why a durable checkpoint cannot become "uploaded" any more.
         self._never: CkptdError | None = None
         self._over = False  # True once a memory-only snapshot can no longer become durable
@@ -339,7 +337,8 @@ class PendingSnapshot:
         """
         if self._reached(state):
             return None
-        error = self._alone if state == "replicated" else None
+        failed = self._state in (SnapshotState.FAILED, SnapshotState.SKIPPED)
+        error = self._alone if state == "replicated" and not failed else None
         error = error or self.error or self._never
         assert error is not None
         return error

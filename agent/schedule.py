@@ -56,12 +56,14 @@ class Word(msgspec.Struct, frozen=True, array_like=True):
     """The decision of rank 0 at one step.
 
     `due` is True if a snapshot is due now. `persist` is True if that snapshot goes to
-    storage. `again` is the step at which to ask again.
+    storage. `again` is the step at which to ask again. `replicate` is True if that
+    snapshot is copied to the memory of other nodes.
     """
 
     due: bool
     persist: bool
     again: int
+    replicate: bool = True
 
 
 class Pace:
@@ -77,6 +79,7 @@ class Pace:
         # Step and time of the last snapshot that was due, or of the first decision.
         self._last = (0, 0.0)
         self._in_memory = 0  # the snapshots since the last one that went to storage
+        self._not_copied = 0  # the snapshots since the last one that went to other nodes
         self._steps: deque[float] = deque(maxlen=9)
 
     @property
@@ -90,6 +93,7 @@ class Pace:
         interval: float | None,
         *,
         every: int = 1,
+        copy_every: int = 1,
         beside: int | None = None,
     ) -> Word:
         """Return the decision at `step`.
@@ -98,7 +102,8 @@ class Pace:
 
         `interval` is the number of seconds between two snapshots, and may change from
         call to call. None makes a snapshot due at once, to measure its cost. Each
-        `every`-th snapshot goes to storage.
+        `every`-th snapshot goes to storage, and each `copy_every`-th one to the memory
+        of other nodes.
 
         `beside` is None unless the last save is still under way. Then it is the number
         of snapshots that fit into memory beside that save. Further ones are not due,
@@ -120,10 +125,12 @@ class Pace:
             ahead = int(max(1.0, min(left / per_step / 2, 2.0 * seen)))
             self._before = step, now
         persist = due and beside is None and self._in_memory + 1 >= every
+        replicate = due and self._not_copied + 1 >= copy_every
         if due:
             self._last = step, now
             self._in_memory = 0 if persist else self._in_memory + 1
-        return Word(due, persist, step + ahead)
+            self._not_copied = 0 if replicate else self._not_copied + 1
+        return Word(due, persist, step + ahead, replicate)
 
 
 class Measurements:
@@ -186,6 +193,8 @@ class Schedule:
         a node, and to storage as if each did.
     persist_every: an integer from 1. Each n-th snapshot that is due goes to storage;
         the others stay in memory. Default: 1, or with "auto" as it chooses.
+    replicate_every: an integer from 1. Each n-th snapshot that is due is copied to the
+        memory of other nodes, if the daemons are set to make copies. Default: 1.
     agent: the `Agent` that takes the snapshots. Default: the agent of this process,
         which the function `snapshot` also uses.
 
@@ -201,6 +210,7 @@ class Schedule:
         every_steps: int | None = None,
         every_seconds: float | None = None,
         persist_every: int | None = None,
+        replicate_every: int | None = None,
         mtbf: float | None = None,
         mtbf_node: float | None = None,
         agent: Agent | None = None,
@@ -225,6 +235,9 @@ class Schedule:
         self._failures = _failures(mtbf, mtbf_node)
         self._persist_every = (
             None if persist_every is None else _whole("persist_every", persist_every)
+        )
+        self._replicate_every = (
+            None if replicate_every is None else _whole("replicate_every", replicate_every)
         )
         self.agent = agent
         self._calls = CallLock()
@@ -296,6 +309,7 @@ class Schedule:
                 step % self._every_steps == 0,
                 step // self._every_steps % (self._persist_every or 1) == 0,
                 0,
+                step // self._every_steps % (self._replicate_every or 1) == 0,
             )
             return self._word.due
         try:
@@ -317,8 +331,9 @@ class Schedule:
         Return its `Pending`, or None if no snapshot is due.
 
         `options` are those of `Agent.snapshot`, except `persist`, which the schedule
-        decides. Like `Agent.snapshot`, this never raises because a save failed. Inside
-        another call of this thread, the returned `Pending` has failed with Busy.
+        decides, and `replicate` if it has `replicate_every`. Like `Agent.snapshot`, this
+        never raises because a save failed. Inside another call of this thread, the
+        returned `Pending` has failed with Busy.
         """
         try:
             if not self.due(step):
@@ -327,6 +342,8 @@ class Schedule:
             failed = PendingSnapshot(step)
             failed.fail(error)
             return Pending(failed)
+        if self._replicate_every is not None:
+            options["replicate"] = self._word.replicate
         take = self.agent.snapshot if self.agent is not None else default.snapshot
         pending = take(state, step=step, persist=self._word.persist, **options)
         if pending.state not in ("failed", "skipped"):
@@ -367,9 +384,12 @@ class Schedule:
                 return nothing
 
     def _decide(self, agent: Agent, step: int) -> bytes:
-        now = time.monotonic()
+        now, copy_every = time.monotonic(), self._replicate_every or 1
         if self._failures is None:
-            word = self._pace.decide(step, now, self._every_seconds, every=self._persist_every or 1)
+            word = self._pace.decide(
+                step, now, self._every_seconds, every=self._persist_every or 1,
+                copy_every=copy_every,
+            )  # fmt: skip
         else:
             slots = link_of(agent).client.welcome.slots
             self._choose(self._failures, slots)
@@ -379,8 +399,9 @@ class Schedule:
                 beside = _beside_a_save(slots)
             self._asked = True
             word = self._pace.decide(
-                step, now, interval, every=every, beside=beside if self._measured.saving else None
-            )
+                step, now, interval, every=every, copy_every=copy_every,
+                beside=beside if self._measured.saving else None,
+            )  # fmt: skip
         return msgspec.msgpack.encode((step, word))
 
     def _choose(self, failures: Failures, slots: int) -> None:

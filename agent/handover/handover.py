@@ -362,6 +362,7 @@ class Handovers:
         ]:
             self.pending.pop((old.attempt, old.step), None)
             old.supersede()
+        self.seals.refill(slot.name)
         pending.segment = slot.name
         # Wait for copies of a failed step, which may still write to the slot.
         self.sealer.wait(slot.name)
@@ -422,6 +423,9 @@ class Handovers:
         """Forget the slots of the previous attempt, which the daemon has taken back."""
         self.slots.drop()
         self.returns.clear()
+        self.seals.stop_copying(
+            SnapshotFailed("the next attempt has begun before the snapshot was copied")
+        )
 
     def resume(self, held: set[str]) -> None:
         """Resume on a new connection, and repeat the returned slots and the seals that
@@ -440,6 +444,9 @@ class Handovers:
         May be called again after Ctrl-C has interrupted it.
         """
         self.slots.drop()
+        self.seals.stop_copying(
+            SnapshotFailed("the agent was closed before the snapshot was copied")
+        )
         self.seals.stop_following(
             SnapshotFailed("the agent was closed before the upload of this checkpoint was reported")
         )

@@ -20,14 +20,14 @@ from functools import partial
 
 from ckptd.agent.handover.handover import Handover, Handovers
 from ckptd.agent.link.arguments import foreign_memory, job_name, launch_id, may_take_over
-from ckptd.agent.link.attempt import begin
+from ckptd.agent.link.attempt import BegunAttempt, begin
 from ckptd.agent.link.board import Board
 from ckptd.agent.link.client import CALL_SECONDS, Client
 from ckptd.agent.link.launch import find_place
 from ckptd.agent.link.rounds import WARN_SECONDS, Exchange, RankGroup, Told, not_called
 from ckptd.agent.link.script import look_for_other_script
 from ckptd.agent.peers.replicator import Replicator
-from ckptd.agent.pending import PendingSnapshot
+from ckptd.agent.pending import NOT_COPIED, NOT_SET, PendingSnapshot
 from ckptd.agent.threads.call_lock import CallLock
 from ckptd.agent.threads.reminder import reminder
 from ckptd.shared.errors import (
@@ -213,8 +213,18 @@ class RankLink:
                 self.rank, self.attempt, begun.peer, begun.sources, self.handovers.slots.sealed,
             )  # fmt: skip
             self.handovers.slots.outgrown = self._replicator.keep
-        self.handovers.seals.has_copies = begun.peer >= 0
+        self.handovers.seals.not_copied = self._not_copied(begun)
         failpoint("agent.begun")
+
+    def _not_copied(self, begun: BegunAttempt) -> str:
+        """Return the reason why there are no copies in this attempt, or ""."""
+        if begun.peer >= 0:
+            return ""
+        if begun.alone:
+            return NOT_COPIED + begun.alone
+        if begun.node is None and self.client.welcome.replicas:
+            return NOT_COPIED + "all ranks of the job are on one node"
+        return NOT_SET
 
     def _end_copies(self) -> None:
         replicator, self._replicator = self._replicator, None

@@ -9,7 +9,7 @@ import weakref
 
 from ckptd.agent.copy.mapped_slot import MappedSlot
 from ckptd.agent.link.client import Client
-from ckptd.agent.pending import PendingSnapshot
+from ckptd.agent.pending import NOT_SET, PendingSnapshot
 from ckptd.shared.errors import CkptdError, SnapshotFailed, from_wire
 from ckptd.shared.formats.segment import SlotState
 from ckptd.shared.wire import messages as m
@@ -31,12 +31,14 @@ class Seals:
     def __init__(self, client: Client, pending: dict[tuple[int, int], PendingSnapshot]) -> None:
         self._client, self._pending = client, pending
         self._news: m.Uploads | None = None
-        # True if the slots of this attempt are copied to other nodes.
-        self.has_copies = False
+        # The reason why the slots of this attempt are not copied to other nodes, or "".
+        self.not_copied = NOT_SET
         self._copies = m.PeerReplicas(re=0, attempt=0)
         self._copying: weakref.WeakValueDictionary[tuple[int, int], PendingSnapshot] = (
             weakref.WeakValueDictionary()
         )
+        # Those of `_copying` whose slot is filled again.
+        self._refilled = weakref.WeakSet[PendingSnapshot]()
         self._uploading: weakref.WeakValueDictionary[tuple[int, int], PendingSnapshot] = (
             weakref.WeakValueDictionary()
         )
@@ -123,11 +125,10 @@ class Seals:
         self._settle_copies()
 
     def _settle_copies(self) -> None:
-        news = self._copies
-        newest = max(news.replicated, default=-1)
         for (attempt, step), pending in list(self._copying.items()):
-            if attempt != news.attempt:
-                continue
+            known = self._copies
+            news = known if attempt == known.attempt else m.PeerReplicas(re=0, attempt=attempt)
+            newest = max(news.replicated, default=-1)
             if step in news.replicated:
                 pending.replicate(None)
             elif news.alone:
@@ -136,9 +137,31 @@ class Seals:
                 pending.replicate(
                     SnapshotFailed(f"step {step} is not copied, because step {newest} is")
                 )
+            elif pending in self._refilled and step != news.replicating:
+                pending.replicate(
+                    SnapshotFailed(
+                        f"step {step} is not copied: a newer snapshot has replaced it in memory "
+                        f"first"
+                    )
+                )
             else:
                 continue
             self._copying.pop((attempt, step), None)  # two threads may settle the same one
+
+    def refill(self, segment: str) -> None:
+        """Record that the slot in a segment is granted for another snapshot. The daemon
+        grants no slot that it still has to copy.
+        """
+        for pending in list(self._copying.values()):
+            if pending.segment == segment:
+                self._refilled.add(pending)
+        self._settle_copies()
+
+    def stop_copying(self, error: CkptdError) -> None:
+        """Raise `error` in the threads that wait for a copy."""
+        for key, pending in list(self._copying.items()):
+            self._copying.pop(key, None)
+            pending.replicate(error)
 
     def fail_all(self, error: CkptdError) -> None:
         """Fail every snapshot that is not durable, because the daemon or this agent is
@@ -150,8 +173,7 @@ class Seals:
 
     def stop_following(self, error: CkptdError) -> None:
         """Raise `error` in the threads that wait for an upload or a copy."""
-        for pending in list(self._copying.values()):
-            pending.replicate(error)
+        self.stop_copying(error)
         for key, pending in list(self._uploading.items()):
             del self._uploading[key]
             pending.upload(error)

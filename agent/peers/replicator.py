@@ -173,14 +173,16 @@ class Replicator:
         pair, pace = self._pair(self._rank, peer), Pace(self._client.welcome.replica_bandwidth)
         sent = -1
 
-        def is_next() -> bool:
-            return self._step > sent
+        def is_news() -> bool:
+            return self._ended or self._step > sent
 
         while True:
-            self._news.wait_for(lambda: self._ended or is_next())
+            self._news.wait_for(is_news)
             if self._ended:
                 return
-            step = sent = self._step
+            if (step := self._step) <= sent:
+                continue  # the step was taken back meanwhile
+            sent = step
             send_slot(pair, self._source(step), pace)
             failpoint("agent.copy.confirmed")
             self._report(step)

@@ -24,7 +24,7 @@ class Problem:
     """A reason why a daemon is not well.
 
     what: its kind, one of `not-ready`, `loop`, `root`, `clients`, `memory`, `stage`,
-    `overdue`, `old`, `room`, `non-finite`, `failed` and `damaged`. job: the name of the
+    `overdue`, `old`, `room`, `non-finite`, `replicas`, `failed` and `damaged`. job: the name of the
     job, or "". message: one sentence.
     """
 
@@ -108,6 +108,13 @@ def _of_job(
                 f"job {name}: {count_text(values, 'value')} of parameters and optimizer state in "
                 f"{durable['tag']} {'is' if values == 1 else 'are'} NaN or infinite: `ckptd show` "
                 f"names the tensors, and recover(state, step=...) goes back",
+            )
+        if why := job.get("replicas_off"):
+            yield Problem(
+                "replicas",
+                name,
+                f"job {name}: its nodes make no more copies in the memory of other nodes until its "
+                f"next attempt: {why}",
             )
     if (error := job["last_error"]) and _is_later(error, durable):
         step = "" if error["step"] is None else f" of step {error['step']}"

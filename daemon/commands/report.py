@@ -47,7 +47,15 @@ from ckptd.shared.storage.locate import (
 from ckptd.shared.storage.metadata import metadata_objects, tensors
 from ckptd.shared.storage.repository import Repository
 from ckptd.shared.storage.standalone import StandaloneCheckpoint
-from ckptd.shared.units import count_text, printable, progress_text, size_text, some_text, span_text
+from ckptd.shared.units import (
+    count_text,
+    printable,
+    progress_text,
+    rank_list,
+    size_text,
+    some_text,
+    span_text,
+)
 
 SNAPSHOT_COUNTERS = {
     "sealed": "sealed",
@@ -80,6 +88,11 @@ def status_text(status: dict[str, Any], columns: int | None = None) -> str:
         if memory.get("on_disk_bytes")
         else ""
     )
+    copies = (
+        f", of which {size_text(memory['replica_bytes'])} are copies of other nodes"
+        if memory.get("replica_bytes")
+        else ""
+    )
     lines = [
         f"ckptd {status['version']} {ready} (pid {status['pid']}, up "
         f"{span_text(status['uptime_seconds'])})",
@@ -88,7 +101,7 @@ def status_text(status: dict[str, Any], columns: int | None = None) -> str:
         *(stage_lines(stage, free) if stage else []),
         f"  socket         {status['socket']}{' (private)' if status['private'] else ''}",
         *([f"  log            {status['log_file']}"] if status.get("log_file") else []),
-        f"  shared memory  {used} in {count_text(memory['segments'], 'segment')}{on_disk}",
+        f"  shared memory  {used} in {count_text(memory['segments'], 'segment')}{on_disk}{copies}",
         f"  descriptors    {files['used']} of {files['limit']} open ({clients})",
         f"  snapshots      {snapshots}",
     ]
@@ -121,6 +134,7 @@ def status_text(status: dict[str, Any], columns: int | None = None) -> str:
             )
         if job["announced"]:
             lines.append(f"  RETENTION      {job['job']}: {job['announced']}")
+        lines += _replica_lines(job)
         if late := job.get("overdue"):
             lines.append(f"  OVERDUE        {job['job']}: {late['message']}")
         if cost := job.get("training_cost"):
@@ -151,6 +165,20 @@ def status_text(status: dict[str, Any], columns: int | None = None) -> str:
         if len(rows) > 1
         else "\n".join([*lines, "  no jobs yet"])
     )
+
+
+def _replica_lines(job: dict[str, Any]) -> Iterator[str]:
+    """Yield a line about the copies of a job in the memory of other nodes, if it has any,
+    and one if the nodes make no more of them.
+    """
+    step, held = job.get("replicated"), job.get("peer_replicas") or []
+    if step is not None or held:
+        newest = "no step is" if step is None else f"step {step} is"
+        ranks = sorted({rank for copy in held for rank in copy["ranks"]})
+        here = f"; copies of {rank_list(ranks)} are here" if ranks else ""
+        yield f"  REPLICAS       {job['job']}: {newest} in the memory of other nodes{here}"
+    if why := job.get("replicas_off"):
+        yield f"  REPLICAS OFF   {job['job']}: {why}"
 
 
 def stage_lines(stage: dict[str, Any], free: str) -> list[str]:

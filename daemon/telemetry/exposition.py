@@ -115,6 +115,11 @@ def _of_the_daemon(figures: DaemonFigures) -> Iterator[Metric]:
     yield GaugeMetricFamily(
         "ckptd_shm_used_bytes", "Shared memory that slots take.", figures.shm_used
     )
+    yield GaugeMetricFamily(
+        "ckptd_replica_bytes",
+        "Shared memory for copies of slots of other nodes, which is part of the slots.",
+        figures.replica_bytes,
+    )
     if figures.disk_free is not None:
         yield GaugeMetricFamily(
             "ckptd_disk_free_bytes", "Free bytes under the root.", figures.disk_free
@@ -144,6 +149,14 @@ _JOB_GAUGES = {
     "chain": (
         "ckptd_last_durable_chain",
         "Deltas in the longest chain of the newest durable checkpoint, 0 if it is whole.",
+    ),
+    "replicated": (
+        "ckptd_last_replicated_step",
+        "Newest step that all nodes have copied to the memory of other nodes.",
+    ),
+    "replicas_off": (
+        "ckptd_replicas_off",
+        "1 if the nodes of the job make no more copies in the memory of other nodes.",
     ),
     "room": ("ckptd_room_checkpoints", "How many more checkpoints of the job fit."),
     "ranks": ("ckptd_ranks_connected", "Ranks of the job on this node that are connected."),

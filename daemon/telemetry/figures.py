@@ -22,7 +22,10 @@ class JobFigures:
     checkpoints fit, or None if that is not known. `ranks`: the connected ranks of this
     node. `damaged`: the checkpoints whose manifest could not be read. `non_finite`: how
     many values of the newest durable checkpoint are NaN or infinite, or None if they
-    were not counted. `chain`: the number of deltas in its longest chain.
+    were not counted. `chain`: the number of deltas in its longest chain. `replicated`:
+    the newest step that all nodes have copied to their peers, or None. `replicas_off`:
+    1 if the nodes make no more copies in this attempt although they were set to, else
+    0, or None if the job is on one node.
     """
 
     name: str
@@ -34,6 +37,8 @@ class JobFigures:
     damaged: int = 0
     non_finite: int | None = None
     chain: int | None = None
+    replicated: int | None = None
+    replicas_off: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +65,7 @@ class DaemonFigures:
     recovery_times: Distribution
     pending: int
     shm_used: int
+    replica_bytes: int
     disk_free: int | None
 
 

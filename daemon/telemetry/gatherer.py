@@ -81,6 +81,9 @@ class Gatherer:
                 if snapshot.persist and snapshot.state in _PENDING
             ),
             shm_used=parts.slots.used,
+            replica_bytes=sum(
+                slot.nbytes for slot in parts.slots.slots.values() if slot.header.peer_replica
+            ),
             disk_free=disk_free,
         )
 
@@ -105,6 +108,8 @@ class Gatherer:
             damaged=len(job.damaged),
             non_finite=None if newest is None else newest.non_finite,
             chain=None if newest is None else newest.chain,
+            replicated=max(job.answer.replicated, default=None),
+            replicas_off=None if job.node is None else int(bool(job.answer.alone)),
         )
 
     def _newest_of(self, job: Job) -> _Newest:

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from ckptd.agent import Agent
+from ckptd.agent import Agent, Schedule
 from ckptd.daemon.engine import orphans
 from ckptd.shared import names
-from ckptd.shared.errors import CkptdError, NotFound
+from ckptd.shared.errors import CkptdError, NotFound, SnapshotFailed
 from ckptd.shared.storage.locate import open_root
 from tests.crash.node_trainer import check, state_of
 from tests.support.daemons import until
@@ -229,14 +229,36 @@ def test_snapshots_between_those_that_are_copied_find_slots(three: Nodes) -> Non
         assert ranks.call(recover, where) == [(21, "storage")] * 3
 
 
+def follow_schedule(steps: range) -> list[int]:
+    """Take a snapshot at every step, wait until those that the schedule copies are
+    copied, and return their steps.
+    """
+    when, copied = Schedule(every_steps=1, replicate_every=3, agent=HERE["agent"]), []
+    for step in steps:
+        pending = when.snapshot(state_of(step), step=step)
+        assert pending is not None
+        try:
+            copied.append(pending.wait("replicated", timeout=60).step)
+        except SnapshotFailed as error:
+            assert "a schedule copies only some snapshots" in str(error)  # noqa: PT017
+    return copied
+
+
+def test_a_schedule_copies_each_nth_snapshot(three: Nodes) -> None:
+    with Ranks(3) as ranks:
+        ranks.call(begin, sockets(three, 0, 1, 2))
+        assert ranks.call(follow_schedule, range(1, 8)) == [[3, 6]] * 3
+        ranks.call(close)
+
+
 def test_a_step_that_is_not_to_be_copied_says_so(three: Nodes) -> None:
     with Ranks(3) as ranks:
         ranks.call(begin, sockets(three, 0, 1, 2))
         assert (
             ranks.call(partial(copy, replicate=False), 5)
             == [
-                "the snapshot is not copied to other nodes: set replicas = 1 for the daemons of "
-                "all nodes, and do not pass replicate=False"
+                "the snapshot is not copied to other nodes: it was taken with replicate=False, or "
+                "a schedule copies only some snapshots"
             ]
             * 3
         )
@@ -251,7 +273,8 @@ def test_a_daemon_without_replicas_turns_them_off_for_all(three: Nodes) -> None:
     three[1].start()
     with Ranks(3) as ranks:
         ranks.call(begin, sockets(three, 0, 1, 2))
-        assert all("set replicas = 1 for the daemons" in said for said in ranks.call(copy, 5))
+        said = ranks.call(copy, 5)
+        assert all("is set to replicas = 0, and others to 1: set the same" in each for each in said)
         assert ranks.call(close) == [None] * 3
 
 
@@ -259,7 +282,16 @@ def test_nodes_of_one_domain_have_no_peer() -> None:
     environ = REPLICAS | {"CKPTD_DOMAIN": "rack7"}
     with nodes(2, environ=environ) as two, Ranks(2) as ranks:
         ranks.call(begin, sockets(two, 0, 1))
-        assert all("set replicas = 1 for the daemons" in said for said in ranks.call(copy, 5))
+        said = ranks.call(copy, 5)
+        assert all("all 2 nodes are in the domain 'rack7'" in each for each in said)
+        ranks.call(close)
+
+
+def test_ranks_of_one_node_have_no_peer() -> None:
+    with nodes(1, environ=REPLICAS) as one, Ranks(2) as ranks:
+        ranks.call(begin, sockets(one, 0, 0))
+        said = "the snapshot is not copied to other nodes: all ranks of the job are on one node"
+        assert ranks.call(copy, 5) == [said] * 2
         ranks.call(close)
 
 

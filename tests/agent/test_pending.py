@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from ckptd.agent.pending import Milestone, Pending, PendingSnapshot
+from ckptd.agent.pending import Goal, Pending, PendingSnapshot
 from ckptd.agent.threads.call_lock import CallLock
 from ckptd.shared.errors import Busy, CkptdError, SnapshotFailed, StorageError
 from ckptd.shared.wire.lifecycle import Event, IllegalStep
@@ -27,7 +27,7 @@ def moved(*events: Event, persist: bool = True) -> PendingSnapshot:
     return pending
 
 
-def waits(snapshot: PendingSnapshot, state: Milestone) -> str:
+def waits(snapshot: PendingSnapshot, state: Goal) -> str:
     """What a wait of no time comes to."""
     try:
         return Pending(snapshot).wait(state, timeout=0.0).state
@@ -52,7 +52,7 @@ def test_a_wait_ends_at_its_state_or_a_later_one(
 ) -> None:
     pending = moved(*TO_DURABLE[:events])
     assert (pending.state, pending.done, pending.granted) == (state, state == "durable", granted)
-    milestones: tuple[Milestone, ...] = ("staged", "sealed", "durable")
+    milestones: tuple[Goal, ...] = ("staged", "sealed", "durable")
     for number, wanted in enumerate(milestones):
         late = f"step 5 is {state}, not {wanted}, after 0.0 s"
         assert waits(pending, wanted) == (state if number < reached else late)
@@ -60,7 +60,7 @@ def test_a_wait_ends_at_its_state_or_a_later_one(
 
 def test_waiting_threads_wake_at_each_move() -> None:
     pending, woken = PendingSnapshot(5), list[str]()
-    milestones: tuple[Milestone, ...] = ("durable", "staged")
+    milestones: tuple[Goal, ...] = ("durable", "staged")
     threads = [
         threading.Thread(target=lambda s=state: woken.append(Pending(pending).wait(s, 60).state))
         for state in milestones
@@ -214,7 +214,10 @@ def test_an_unknown_state_is_refused() -> None:
     states: tuple[Any, ...] = ("failed", "skipped", "done", "")
     pending = Pending(moved(*TO_DURABLE))
     for state in states:
-        refused = f"^state is '{state}'; expected 'staged', 'sealed', 'durable' or 'uploaded'$"
+        refused = (
+            f"^state is '{state}'; expected 'staged', 'sealed', 'durable', 'uploaded' or "
+            f"'replicated'$"
+        )
         with pytest.raises(ValueError, match=refused):
             pending.wait(state)
         with pytest.raises(ValueError, match=refused):
@@ -281,7 +284,7 @@ def test_a_pending_shows_its_snapshot() -> None:
 def test_a_user_sees_nothing_but_the_documented_members() -> None:
     assert {name for name in dir(Pending) if not name.startswith("_")} == {
         "step", "attempt", "persist", "stall", "lost_seconds", "durable_seconds", "nbytes",
-        "error", "segment", "unsaved", "state", "done", "wait", "future",
+        "error", "segment", "unsaved", "state", "done", "replicated", "wait", "future",
     }  # fmt: skip
 
 
@@ -301,7 +304,7 @@ def test_two_of_one_snapshot_are_equal() -> None:
 
 
 @pytest.mark.parametrize("until", ["sealed", "durable"])
-def test_a_future_completes_when_its_state_is_reached(until: Milestone) -> None:
+def test_a_future_completes_when_its_state_is_reached(until: Goal) -> None:
     snapshot = moved()
     pending = Pending(snapshot)
     future = pending.future(until)
@@ -321,7 +324,7 @@ def test_a_future_completes_when_its_state_is_reached(until: Milestone) -> None:
     ("how", "until"),
     [("fail", "durable"), ("fail", "uploaded"), ("skip", "staged"), ("supersede", "durable")],
 )
-def test_a_future_fails_with_the_error_of_wait(how: str, until: Milestone) -> None:
+def test_a_future_fails_with_the_error_of_wait(how: str, until: Goal) -> None:
     snapshot = moved(*(() if how == "skip" else TO_DURABLE[:3]), persist=how != "supersede")
     future = Pending(snapshot).future(until)
     end(how, snapshot)
@@ -380,3 +383,93 @@ async def test_a_coroutine_can_wait() -> None:
     threading.Timer(0.05, lost.fail, [StorageError("disk full")]).start()
     with pytest.raises(StorageError, match="^disk full$"):
         await asyncio.wait_for(asyncio.wrap_future(Pending(lost).future()), 60)
+
+
+# -- copies in the memory of other nodes
+
+OFF = (
+    "SnapshotFailed: the snapshot is not copied to other nodes: set replicas = 1 for the daemons "
+    "of all nodes"
+)
+
+
+def to_be_copied(*events: Event, persist: bool = True) -> PendingSnapshot:
+    pending = moved(*events, persist=persist)
+    pending.expect_copy(None)
+    return pending
+
+
+@pytest.mark.parametrize("events", range(5))
+def test_a_snapshot_that_is_not_copied_says_so_at_once(events: int) -> None:
+    assert waits(moved(*TO_DURABLE[:events]), "replicated") == OFF
+
+
+@pytest.mark.parametrize(("events", "state"), [(3, "sealed"), (4, "durable")])
+def test_a_wait_for_the_copies_ends_with_them_and_not_with_the_save(
+    events: int, state: str
+) -> None:
+    pending = to_be_copied(*TO_DURABLE[:events])
+    late = f"step 5 is {state}, not replicated, after 0.0 s"
+    assert (waits(pending, "replicated"), Pending(pending).replicated) == (late, False)
+    future = Pending(pending).future("replicated")
+    assert not future.done()
+    pending.replicate(None)
+    assert (waits(pending, "replicated"), Pending(pending).replicated) == (state, True)
+    assert future.result(60) == Pending(pending)
+    assert pending.state == state
+
+
+def test_copies_come_before_the_save_and_are_not_the_save() -> None:
+    pending = to_be_copied(*TO_DURABLE[:3])
+    pending.replicate(None)
+    assert waits(pending, "durable") == "step 5 is sealed, not durable, after 0.0 s"
+
+
+def test_a_snapshot_that_is_replaced_in_memory_may_still_be_copied() -> None:
+    """It stays in memory while it is copied, although it can no longer become durable."""
+    pending = to_be_copied(*TO_DURABLE[:3], persist=False)
+    pending.supersede()
+    assert waits(pending, "replicated") == "step 5 is sealed, not replicated, after 0.0 s"
+    pending.replicate(None)
+    assert waits(pending, "replicated") == "sealed"
+
+
+@pytest.mark.parametrize("how", ["fail", "skip"])
+def test_a_snapshot_that_fails_is_not_copied(how: str) -> None:
+    pending = to_be_copied(*(() if how == "skip" else TO_DURABLE[:2]))
+    end(how, pending)
+    assert waits(pending, "replicated") == f"{type(pending.error).__name__}: {pending.error}"
+    assert Pending(pending).future("replicated").exception(60) is pending.error
+    never = moved()
+    end(how, never)
+    assert waits(never, "replicated") == f"{type(never.error).__name__}: {never.error}"
+
+
+def test_the_first_word_about_the_copies_counts() -> None:
+    lost = to_be_copied(*TO_DURABLE[:3])
+    future = Pending(lost).future("replicated")
+    lost.replicate(SnapshotFailed("the network is cut"))
+    lost.replicate(None)
+    assert (waits(lost, "replicated"), lost.replicated) == (
+        "SnapshotFailed: the network is cut",
+        False,
+    )
+    assert str(future.exception(60)) == "the network is cut"
+    copied = to_be_copied(*TO_DURABLE[:3])
+    copied.replicate(None)
+    copied.replicate(SnapshotFailed("late"))
+    assert (waits(copied, "replicated"), copied.replicated) == ("sealed", True)
+    off = moved(*TO_DURABLE[:3])
+    off.replicate(None)
+    assert (waits(off, "replicated"), off.replicated) == (OFF, False)
+
+
+def test_a_thread_that_waits_for_the_copies_wakes() -> None:
+    pending, found = to_be_copied(*TO_DURABLE[:3]), list[str]()
+    thread = threading.Thread(
+        target=lambda: found.append(Pending(pending).wait("replicated", 60).state)
+    )
+    thread.start()
+    pending.replicate(None)
+    thread.join(60)
+    assert found == ["sealed"]

@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Iterator
 from itertools import pairwise
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -193,6 +193,7 @@ def test_a_few_quick_steps_do_not_delay_the_next_decision_much() -> None:
         ),
         ((), {"every_steps": 5, "mtbf_node": 8}, "mtbf_node= needs mtbf=, the mean seconds"),
         ((), {"every_steps": 5, "persist_every": 0}, "persist_every is 0"),
+        ((), {"every_steps": 5, "replicate_every": 1.5}, "replicate_every is 1.5"),
     ],
 )
 def test_an_invalid_schedule_is_refused(given: Any, options: Any, words: str) -> None:
@@ -216,6 +217,63 @@ def test_every_steps_is_followed(daemon: Daemon) -> None:
     assert sorted(path.name for path in (daemon.home.root / "job").glob("step*")) == [
         "step-00000006.a0001",
         "step-00000012.a0001",
+    ]
+
+
+class Taken:
+    """An agent that notes what it is asked to copy to other nodes."""
+
+    attempt, world_size, closed = 1, 1, False
+
+    def __init__(self) -> None:
+        self.copied: list[tuple[int, bool, bool | None]] = []
+
+    def snapshot(
+        self, state: Any, *, step: int, persist: bool, replicate: bool | None = None
+    ) -> Pending:
+        self.copied.append((step, persist, replicate))
+        return Pending(PendingSnapshot(step))
+
+
+@pytest.mark.parametrize(
+    ("options", "taken"),
+    [
+        ({"replicate_every": 2}, [(3, True, False), (6, True, True), (9, True, False)]),
+        (
+            {"replicate_every": 2, "persist_every": 3},
+            [(3, False, False), (6, False, True), (9, True, False)],
+        ),
+        ({}, [(3, True, None), (6, True, None), (9, True, None)]),
+    ],
+)
+def test_each_nth_snapshot_is_copied_to_other_nodes(
+    options: dict[str, Any], taken: list[tuple[int, bool, bool | None]]
+) -> None:
+    agent = Taken()
+    when = Schedule(every_steps=3, agent=cast(Agent, agent), **options)
+    for step in range(1, 11):
+        when.snapshot({}, step=step)
+    assert agent.copied == taken
+
+
+def test_without_replicate_every_the_caller_says_what_is_copied() -> None:
+    agent = Taken()
+    when = Schedule(every_steps=1, agent=cast(Agent, agent))
+    when.snapshot({}, step=1, replicate=False)
+    assert agent.copied == [(1, True, False)]
+
+
+def test_copies_and_saves_are_counted_apart() -> None:
+    pace = Pace()
+    words = [pace.decide(step, float(step), 1.0, every=3, copy_every=2) for step in range(1, 8)]
+    assert [(word.due, word.persist, word.replicate) for word in words] == [
+        (False, False, False),
+        (True, False, False),
+        (True, False, True),
+        (True, True, False),
+        (True, False, True),
+        (True, False, False),
+        (True, True, True),
     ]
 
 

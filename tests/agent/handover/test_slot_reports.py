@@ -155,7 +155,134 @@ def test_nothing_waits_for_an_upload_after_the_agent_is_closed() -> None:
     assert one.state == "durable"
 
 
-# -- copies on other nodes
+# -- copies in the memory of other nodes
+
+
+def copying(*steps: int) -> tuple[World, list[PendingSnapshot]]:
+    """Return a world whose snapshots are sealed, and are to be copied."""
+    pending = [sealed(step, f"{step}.seg") for step in steps]
+    world = World(*pending)
+    for one in pending:
+        one.expect_copy(None)
+        world.seals.hand_over(one)
+    return world, pending
+
+
+def news(attempt: int = 1, **fields: Any) -> m.PeerReplicas:
+    return m.PeerReplicas(re=0, attempt=attempt, **fields)
+
+
+def told(pending: PendingSnapshot) -> str:
+    try:
+        pending.wait("replicated", timeout=0)
+    except TimeoutError:
+        return "waits"
+    except CkptdError as error:
+        return str(error)
+    return "copied"
+
+
+def test_a_snapshot_is_copied_once_all_nodes_have_copied_it() -> None:
+    world, (five, six) = copying(5, 6)
+    world.seals.follow_copies(news(attempt=2, replicated=[5, 6], alone="another attempt"))
+    world.seals.follow_copies(news(replicating=5))
+    assert [told(five), told(six)] == ["waits", "waits"]
+    world.seals.follow_copies(news(replicating=6, replicated=[5]))
+    assert [told(five), told(six)] == ["copied", "waits"]
+    world.seals.finish(six, None)
+    world.seals.follow_copies(news(replicated=[5, 6]))
+    assert [told(five), told(six)] == ["copied", "copied"]
+
+
+def test_a_step_that_was_passed_over_is_not_copied_any_more() -> None:
+    world, (five, six, seven) = copying(5, 6, 7)
+    world.seals.follow_copies(news(replicated=[6]))
+    assert [told(five), told(six), told(seven)] == [
+        "step 5 is not copied, because step 6 is",
+        "copied",
+        "waits",
+    ]
+
+
+def test_without_a_peer_nothing_is_copied_now_or_later() -> None:
+    world, (five,) = copying(5)
+    world.seals.follow_copies(news(alone="rank 3: no room (node-b)"))
+    late = sealed(6)
+    late.expect_copy(None)
+    world.seals.hand_over(late)
+    assert [told(five), told(late)] == [
+        "step 5 is not copied: rank 3: no room (node-b)",
+        "step 6 is not copied: rank 3: no room (node-b)",
+    ]
+
+
+def test_a_copy_that_was_told_before_it_was_handed_over_counts() -> None:
+    """As on a rank that seals last, while its node is held up."""
+    world, _ = copying()
+    world.seals.follow_copies(news(replicated=[5]))
+    late = sealed(5)
+    late.expect_copy(None)
+    world.seals.hand_over(late)
+    assert told(late) == "copied"
+
+
+def test_nothing_waits_for_a_copy_after_the_agent_is_closed() -> None:
+    world, (five, six) = copying(5, 6)
+    world.seals.finish(six, None)
+    world.seals.stop_following(SnapshotFailed("this agent is closed"))
+    world.seals.follow_copies(news(replicated=[5, 6]))
+    assert [told(five), told(six)] == ["this agent is closed"] * 2
+    assert [five.state, six.state] == ["sealed", "durable"]
+
+
+REPLACED = "step 5 is not copied: a newer snapshot has replaced it in memory first"
+
+
+@pytest.mark.parametrize(
+    "before",
+    [[], [news(replicating=4)], [news(replicating=6, replicated=[4])], [news(2, replicating=5)]],
+)
+def test_a_slot_that_is_filled_again_before_its_copy_has_begun_is_not_copied(
+    before: list[m.PeerReplicas],
+) -> None:
+    world, (five, six) = copying(5, 6)
+    for each in before:
+        world.seals.follow_copies(each)
+    world.seals.refill("5.seg")
+    assert [told(five), told(six)] == [REPLACED, "waits"]
+
+
+@pytest.mark.parametrize(
+    ("after", "said"),
+    [
+        ([], "waits"),
+        ([news(replicated=[5])], "copied"),
+        ([news(replicating=6)], REPLACED),
+        ([news(replicated=[6])], "step 5 is not copied, because step 6 is"),
+    ],
+)
+def test_a_slot_that_this_node_has_copied_may_be_filled_before_other_nodes_have(
+    after: list[m.PeerReplicas], said: str
+) -> None:
+    world, (five,) = copying(5)
+    world.seals.follow_copies(news(replicating=5))
+    world.seals.refill("5.seg")
+    for each in after:
+        world.seals.follow_copies(each)
+    assert told(five) == said
+
+
+def test_nothing_waits_for_a_copy_after_the_attempt() -> None:
+    world, (five, six) = copying(5, 6)
+    world.seals.follow_copies(news(replicating=6, replicated=[5]))
+    world.seals.stop_copying(SnapshotFailed("the next attempt has begun"))
+    assert [told(five), told(six)] == ["copied", "the next attempt has begun"]
+
+
+def test_a_snapshot_that_fails_after_its_seal_is_not_copied() -> None:
+    world, (five,) = copying(5)
+    world.seals.finish(five, StorageError("disk full"))
+    assert told(five) == "disk full"
 
 
 class SettledMeanwhile(PendingSnapshot):

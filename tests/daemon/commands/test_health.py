@@ -193,6 +193,17 @@ def test_a_job_that_runs_with_nan_is_a_problem(
     assert all("3 values of parameters and optimizer state in" in one.message for one in found)
 
 
+@pytest.mark.parametrize(("ranks", "what"), [(2, ["replicas"]), (0, [])])
+def test_a_job_that_runs_without_its_copies_is_a_problem(ranks: int, what: list[str]) -> None:
+    off = CLOCK.job(replicas_off="rank 3: no room (node-b)", ranks_connected=ranks)
+    found = health.problems(CLOCK.report(off, CLOCK.job(replicas_off=None, ranks_connected=2)))
+    assert [problem.what for problem in found] == what
+    assert [problem.message for problem in found] == [
+        "job gpt: its nodes make no more copies in the memory of other nodes until its next "
+        "attempt: rank 3: no room (node-b)"
+    ] * len(what)
+
+
 @pytest.mark.parametrize(("ranks", "what"), [(2, ["overdue"]), (0, [])])
 def test_a_job_that_runs_and_is_overdue_is_a_problem(ranks: int, what: list[str]) -> None:
     late = {"seconds": 75.0, "usual_seconds": 1.0, "message": "last saved 1 min ago"}

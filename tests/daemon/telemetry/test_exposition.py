@@ -17,7 +17,7 @@ from ckptd.shared import __version__
 DOCS = Path(__file__).parents[3] / "docs"
 FIGURES = DaemonFigures(
     jobs=(
-        JobFigures("gpt", 3, 30, 1.7e9 + 0.25, 7, 2, 1, 5, 3),
+        JobFigures("gpt", 3, 30, 1.7e9 + 0.25, 7, 2, 1, 5, 3, 40, 1),
         JobFigures('odd "name"\\\n', 1, None, None, None, 0, 0),
         JobFigures("new"),
     ),
@@ -33,6 +33,7 @@ FIGURES = DaemonFigures(
     recovery_times=Distribution((1.0,), (3, 1), 9.5),
     pending=100,
     shm_used=200,
+    replica_bytes=60,
     disk_free=300,
 )
 
@@ -89,6 +90,7 @@ def test_the_figures_of_the_daemon(board: MetricsBoard) -> None:
         ("ckptd_pending_bytes", ()): 100,
         ("ckptd_verify_failures_total", ()): 1,
         ("ckptd_shm_used_bytes", ()): 200,
+        ("ckptd_replica_bytes", ()): 60,
         ("ckptd_disk_free_bytes", ()): 300,
         ("ckptd_jobs", ()): 1003,
     }
@@ -110,6 +112,7 @@ def test_the_figures_of_the_jobs_and_none_for_what_is_not_known(board: MetricsBo
         ("ckptd_last_durable_timestamp_seconds", "gpt"): 1.7e9 + 0.25,
         ("ckptd_non_finite_values", "gpt"): 5,
         ("ckptd_last_durable_chain", "gpt"): 3,
+        ("ckptd_last_replicated_step", "gpt"): 40, ("ckptd_replicas_off", "gpt"): 1,
         ("ckptd_room_checkpoints", "gpt"): 7, ("ckptd_ranks_connected", "gpt"): 2,
         ("ckptd_ranks_connected", odd): 0, ("ckptd_ranks_connected", "new"): 0,
     }  # fmt: skip

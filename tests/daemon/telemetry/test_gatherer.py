@@ -18,7 +18,9 @@ from ckptd.daemon.job.stored_checkpoint import StoredCheckpoint
 from ckptd.daemon.telemetry import gatherer
 from ckptd.daemon.telemetry.figures import JobFigures
 from ckptd.daemon.telemetry.gatherer import Gatherer
+from ckptd.shared.formats.membership import Membership
 from ckptd.shared.wire import messages as m
+from ckptd.shared.wire.board import Answer
 from ckptd.shared.wire.lifecycle import SnapshotState
 
 
@@ -50,7 +52,9 @@ def hold(parts: Any, job: Job, step: int, size: int, state: SnapshotState) -> Sn
     snapshot = Snapshot(job.name, 1, step, f"t{step}", 1, persist=True, state=state)
     snapshot.seals[0] = RankSeal(0, f"segment{step}", 1, b"")
     values = SimpleNamespace(offset=size - 1, length=1)
-    parts.slots.slots[f"segment{step}"] = SimpleNamespace(header=SimpleNamespace(values=values))
+    parts.slots.slots[f"segment{step}"] = SimpleNamespace(
+        header=SimpleNamespace(values=values, peer_replica=False), nbytes=size
+    )
     job.steps[1, step] = Step((1, step), snapshot=snapshot)
     return snapshot
 
@@ -88,6 +92,20 @@ def test_the_figures_of_a_job(parts: Any) -> None:
     assert Gatherer(parts).figures(None).jobs == (
         JobFigures("gpt", 3, 30, None, None, 2, 1, 4, chain=3),
     )
+
+
+def test_the_copies_on_other_nodes_are_counted(parts: Any) -> None:
+    job = parts.catalog.job("gpt")
+    hold(parts, job, 20, 7, SnapshotState.SEALED)
+    hold(parts, job, 30, 9, SnapshotState.SEALED)
+    parts.slots.slots["segment30"].header.peer_replica = True
+    job.node = Membership(run_id="0" * 32, ranks=[0])
+    job.answer = Answer(replicated=[10, 20])
+    found = Gatherer(parts).figures(None)
+    assert found.replica_bytes == 9
+    assert [(each.replicated, each.replicas_off) for each in found.jobs] == [(20, 0)]
+    job.answer = Answer(replicated=[10, 20], alone="the network is cut")
+    assert [each.replicas_off for each in Gatherer(parts).figures(None).jobs] == [1]
 
 
 def test_the_room_is_that_of_the_place_where_it_is_saved_first(parts: Any) -> None:
