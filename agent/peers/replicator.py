@@ -21,6 +21,7 @@ from ckptd.agent.copy.mapped_slot import MappedSlot
 from ckptd.agent.link.client import Client, Make
 from ckptd.agent.peers.pair import Pair
 from ckptd.agent.peers.transfer import (
+    ANSWER_SECONDS,
     Offer,
     Pace,
     Source,
@@ -104,10 +105,7 @@ class Replicator:
                 self._kept[header.step] = Source.of(slot)
 
     def end(self) -> None:
-        """End the copies, and do not wait for the threads. May be called again.
-
-        A thread that waits for an offer ends when its peer ends.
-        """
+        """End the copies, and do not wait for the threads. May be called again."""
         self._ended = True
         self._kept.clear()
         self._news.notify()
@@ -203,20 +201,31 @@ class Replicator:
         pair = self._pair(source, self._rank)
         segments: dict[str, MappedSlot] = {}
         try:
-            while not self._ended:
+            received = -1
+
+            def is_news() -> bool:
+                return self._ended or self._step > received
+
+            while True:
+                # A thread that waits in gloo while the interpreter ends would abort the
+                # process, so that it waits there only while a copy is due.
+                self._news.wait_for(is_news)
+                if self._ended:
+                    return
                 try:
-                    offer = receive_offer(pair)
+                    offer = receive_offer(pair, ANSWER_SECONDS)
                 except PeerLost as error:  # its attempt has ended, or its node is lost
                     log.debug("rank %d offers no more copies: %s", source, error)
                     return
                 failpoint("agent.copy.offered")
-                self._take(pair, source, offer, segments)
+                received = self._take(pair, source, offer, segments)
         finally:
             for segment in segments.values():
                 segment.forget()
 
-    def _take(self, pair: Pair, source: int, said: bytes, segments: dict[str, MappedSlot]) -> None:
-        """Receive the slot that was offered, into a segment of the daemon.
+    def _take(self, pair: Pair, source: int, said: bytes, segments: dict[str, MappedSlot]) -> int:
+        """Receive the slot that was offered, into a segment of the daemon. Return its
+        step.
 
         said: the encoded offer. segments: those that are mapped, by name. Raises
         CkptdError or OSError, after the peer was told.
@@ -242,6 +251,8 @@ class Replicator:
                 refuse(pair, str(error))
             raise
         confirm(pair)
+        assert header.step is not None
+        return header.step
 
     def _segment(self, offer: Offer, segments: dict[str, MappedSlot]) -> MappedSlot:
         """Return a segment of the daemon for the slot that was offered.

@@ -102,7 +102,8 @@ class World:
         )  # fmt: skip
 
     def copy(self, step: int, **news: Any) -> None:
-        self.sender.follow(m.PeerReplicas(re=0, attempt=1, replicating=step, **news))
+        for each in (self.sender, self.receiver):
+            each.follow(m.PeerReplicas(re=0, attempt=1, replicating=step, **news))
 
     def reports(self, rank: int = 0) -> list[tuple[int, str]]:
         return [(each.step, each.reason) for each in self.clients[rank].of(m.Replicated)]
@@ -240,7 +241,7 @@ def test_a_copy_without_a_segment_is_reported_once_by_both(
     with caplog.at_level(logging.WARNING, "ckptd.agent"):
         world.copy(5)
         world.reported((5, reason))
-        world.reported((0, reason), rank=1)
+        world.reported((5, reason), rank=1)
         world.copy(6)
         world.copy(7)
         until(lambda: not threads("ckptd-peer-"), "the end of the threads")
@@ -265,7 +266,7 @@ def test_a_segment_that_cannot_be_mapped_is_closed_and_reported(world: World) ->
     world.clients[1].new_segment = cut  # type: ignore[method-assign]
     world.copy(5)
     reason = "segment copy-1 has been cut short by another process"
-    world.reported((0, reason), rank=1)
+    world.reported((5, reason), rank=1)
     world.reported((5, reason))
     assert [descriptor.closed for descriptor in world.clients[1].last] == [True, True]
 
@@ -376,7 +377,8 @@ if how == "end":
 def test_a_process_with_receivers_that_wait_ends_with_its_own_exit_code(
     how: str, code: int
 ) -> None:
-    store = cast(Any, new_store()())
+    client = new_store()  # the server ends with it
+    store = cast(Any, client())
     processes = [
         subprocess.Popen([sys.executable, "-c", PROCESS, str(rank), str(store.port), how])
         for rank in range(2)
