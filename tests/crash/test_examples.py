@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 
 from ckptd.shared import names
-from examples import two_nodes
+from examples.nodes import refusal
 from examples.runs import RECOVERED, Run, check_checkpoints, check_losses
 from tests.support import stores
 from tests.test_examples import TINY, TRAINER, environment
 
 
-@pytest.mark.skipif(two_nodes.refusal() != "", reason=two_nodes.refusal())
+@pytest.mark.skipif(refusal() != "", reason=refusal())
 def test_two_nodes_of_which_one_is_lost_and_a_root_in_an_object_store(
     tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
