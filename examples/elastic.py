@@ -2,7 +2,7 @@
 
 Run this on each node, with the same CKPTD_ROOT, which all nodes see:
 
-    export CKPTD_REPLICAS=1
+    export CKPTD_REPLICAS=1 TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
     torchrun --nnodes=2:4 --nproc-per-node=8 --max-restarts=100 --rdzv-id=run1 \
         --rdzv-backend=c10d --rdzv-endpoint=node0:29400 examples/elastic.py
 

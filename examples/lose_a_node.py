@@ -48,7 +48,8 @@ def runs(out: Path) -> tuple[Run, ElasticRun]:
         STEPS,
         f"--persist-every {STEPS} --wait-every {WAIT_EVERY}",
         trainer=TRAINER,
-        environ={"CKPTD_REPLICAS": "1"},
+        # A new node cannot join while torchrun shares its store with the ranks.
+        environ={"CKPTD_REPLICAS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},
     )
     return alone, on_nodes
 
