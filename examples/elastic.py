@@ -46,7 +46,7 @@ def described(recovered: Recovered) -> str:
     return (
         f"step {recovered.step} came back from {recovered.source}: "
         f"{megabytes(recovered.memory_bytes)} from the memory of its own node, "
-        f"{megabytes(getattr(recovered, 'peer_bytes', 0))} from that of other nodes"
+        f"{megabytes(recovered.peer_bytes)} from that of other nodes"
     )
 
 
@@ -78,23 +78,24 @@ def main() -> None:
     said = described(recovered) if recovered else "starts from nothing"
     print(f"rank {rank} of {ranks} on {socket.gethostname()}: {said}", flush=True)
 
-    lines = open(f"{args.losses}.jsonl" if args.losses and rank == 0 else os.devnull, "a")
-    for step in range(recovered.step + 1 if recovered else 1, args.steps + 1):
-        batch = share_of_batch(step, rank, ranks)
-        loss = (model(batch) - batch.sin().mean(1, keepdim=True)).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        mean = loss.detach() / ranks
-        dist.all_reduce(mean)
-        losses.append(mean.item())
-        print(json.dumps({"step": step, "loss": losses[-1]}), file=lines, flush=True)
-        persist = step % args.persist_every == 0 or step == args.steps
-        pending = snapshot(state, step=step, persist=persist)
-        if args.wait_every and step % args.wait_every == 0:
-            pending.wait("replicated")
-            if rank == 0:
-                print(f"step {step} is in the memory of two nodes", flush=True)
+    losses_file = f"{args.losses}.jsonl" if args.losses and rank == 0 else os.devnull
+    with open(losses_file, "a", buffering=1) as lines:
+        for step in range(recovered.step + 1 if recovered else 1, args.steps + 1):
+            batch = share_of_batch(step, rank, ranks)
+            loss = (model(batch) - batch.sin().mean(1, keepdim=True)).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            mean = loss.detach() / ranks
+            dist.all_reduce(mean)
+            losses.append(mean.item())
+            lines.write(json.dumps({"step": step, "loss": losses[-1]}) + "\n")
+            persist = step % args.persist_every == 0 or step == args.steps
+            pending = snapshot(state, step=step, persist=persist)
+            if args.wait_every and step % args.wait_every == 0:
+                pending.wait("replicated")
+                if rank == 0:
+                    print(f"step {step} is in the memory of two nodes", flush=True)
     close()
     if args.losses and rank == 0:
         args.losses.write_text(json.dumps(dict(enumerate(losses, 1))))
