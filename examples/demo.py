@@ -8,8 +8,9 @@ trainer, daemon and everything in shared memory are lost, and it must recover fr
 storage. Second act: the same script on two ranks. One of them is killed, and both must
 recover. Third act: the same on two nodes, and one node is lost with all that is on it
 (two_nodes.py), with a root in a directory and, if SeaweedFS is installed, with one in
-an object store. Every loss that was ever computed and every value in the last
-checkpoint are compared with those of the uninterrupted runs.
+an object store. Fourth act: a node of three is lost while all snapshots are only in
+memory, each on two nodes (lose_a_node.py). Every loss that was ever computed and every
+value in the last checkpoint are compared with those of the uninterrupted runs.
 
 The exit code is 0 only if nothing differs and both recoveries came from the expected
 place. The script leaves roots, logs and losses.png in --out, and deletes what an
@@ -325,14 +326,14 @@ def main() -> None:
         else:
             print()
             third_act(runs[2], nodes, chance, seconds)
-            print()
-            lose_a_node.act(*lost, chance)
             with object_store() as root:
                 if root is not None:
                     print()
                     say("The same again with a root in an object store, SeaweedFS on this machine.")
                     runs.append(in_store := on_two_nodes(out, "nodes-in-store", root))
                     third_act(runs[2], in_store, chance, seconds)
+            print()
+            lose_a_node.act(*lost, chance)
     except DemoFailed as failure:
         sys.exit(f"FAILED: {failure}")
     except KeyboardInterrupt:

@@ -321,7 +321,7 @@ def saved(step: int) -> str:
 # -- the end of a process
 
 EXIT = """
-import atexit, sys, threading
+import atexit, sys, threading, time
 from types import SimpleNamespace
 
 atexit.register(lambda: print([t.name for t in threading.enumerate()]))
@@ -339,7 +339,7 @@ def store():
 
 ranks = [Replicator(client, store, "p", rank, 1, 1 - rank, [1 - rank], None) for rank in (0, 1)]
 while sum(len(rank._pairs) for rank in ranks) < 4:
-    pass
+    time.sleep(0.01)
 sys.exit(3)
 """
 """Two ranks that wait for a step to copy, and for copies."""
