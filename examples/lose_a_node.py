@@ -28,6 +28,11 @@ from examples.runs import DemoFailed, Run, check_checkpoints, check_losses, say,
 NODES, STEPS, WAIT_EVERY = 3, 60, 5
 TRAINER = Path(__file__).with_name("elastic.py")
 COPIED = re.compile(r"step (\d+) is in the memory of two nodes")
+ENVIRON = {
+    "CKPTD_REPLICAS": "1",
+    # A new node cannot join while torchrun shares its store with the ranks.
+    "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+}
 BACK = re.compile(r"rank (\d+) of \d+ on (\S+): (step (\d+) came back from .*)")
 
 
@@ -48,8 +53,7 @@ def runs(out: Path) -> tuple[Run, ElasticRun]:
         STEPS,
         f"--persist-every {STEPS} --wait-every {WAIT_EVERY}",
         trainer=TRAINER,
-        # A new node cannot join while torchrun shares its store with the ranks.
-        environ={"CKPTD_REPLICAS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},
+        environ=ENVIRON,
     )
     return alone, on_nodes
 
