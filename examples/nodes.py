@@ -223,6 +223,7 @@ class NodesRun(Run):
     def lose(self, number: int) -> int:
         """Lose a node with everything on it. Return the step that was being computed."""
         self.nodes[number].lose()
+        self._torchruns.pop(number).wait()
         return max((step for step, _ in self.computed()), default=0) + 1
 
     def end_ranks(self) -> None:

@@ -38,6 +38,7 @@ def test_two_nodes_of_which_one_is_lost_and_a_root_in_an_object_store(
     assert "Everything came back as it was." in done.stdout, done.stdout + done.stderr
 
 
+@pytest.mark.timeout(600)
 @pytest.mark.skipif(refusal() != "", reason=refusal())
 def test_three_nodes_of_which_one_is_lost_with_snapshots_that_are_only_in_memory(
     tmp_path: Path,
@@ -71,6 +72,7 @@ def came_back(run: ElasticRun, ranks: int) -> int:
     return int(step)
 
 
+@pytest.mark.timeout(600)
 @pytest.mark.skipif(refusal() != "", reason=refusal())
 def test_a_node_leaves_a_job_that_goes_on_without_it_and_comes_back(tmp_path: Path) -> None:
     run = ElasticRun(
