@@ -8,8 +8,9 @@ trainer, daemon and everything in shared memory are lost, and it must recover fr
 storage. Second act: the same script on two ranks. One of them is killed, and both must
 recover. Third act: the same on two nodes, and one node is lost with all that is on it
 (two_nodes.py), with a root in a directory and, if SeaweedFS is installed, with one in
-an object store. Every loss that was ever computed and every value in the last
-checkpoint are compared with those of the uninterrupted runs.
+an object store. Fourth act: a node of three is lost while all snapshots are only in
+memory, each on two nodes (lose_a_node.py). Every loss that was ever computed and every
+value in the last checkpoint are compared with those of the uninterrupted runs.
 
 The exit code is 0 only if nothing differs and both recoveries came from the expected
 place. The script leaves roots, logs and losses.png in --out, and deletes what an
@@ -34,6 +35,8 @@ from pathlib import Path
 from typing import Any
 
 from ckptd.shared.location import Url
+from examples import lose_a_node
+from examples.nodes import refusal
 from examples.runs import (
     RECOVERED,
     Act,
@@ -48,7 +51,7 @@ from examples.runs import (
 )
 from examples.two_nodes import ARGUMENTS as ARGUMENTS_ON_NODES
 from examples.two_nodes import STEPS as STEPS_ON_NODES
-from examples.two_nodes import NodesRun, refusal, third_act
+from examples.two_nodes import on_two_nodes, third_act
 
 # A third of a second a step on two idle cores.
 STEPS, ARGUMENTS = 40, "--every 8 --batch 4 --context 96"
@@ -308,7 +311,8 @@ def main() -> None:
         Run(out, f"ranks-{name}", STEPS_ON_NODES, ARGUMENTS_ON_NODES, ranks=2)
         for name in ("reference", "interrupted")
     ]
-    runs.append(nodes := NodesRun(out, "nodes"))
+    runs.append(nodes := on_two_nodes(out, "nodes"))
+    runs += (lost := lose_a_node.runs(out))
     chance = random.Random(args.seed)
     # So that no process is left running after an error either.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
@@ -318,7 +322,7 @@ def main() -> None:
         first_act(out, runs[0], runs[1], chance)
         seconds = second_act(runs[2], runs[3], chance)
         if why := refusal():
-            say(f"The act on two nodes is left out: {why}.")
+            say(f"The acts on several nodes are left out: {why}.")
         else:
             print()
             third_act(runs[2], nodes, chance, seconds)
@@ -326,8 +330,10 @@ def main() -> None:
                 if root is not None:
                     print()
                     say("The same again with a root in an object store, SeaweedFS on this machine.")
-                    runs.append(in_store := NodesRun(out, "nodes-in-store", root))
+                    runs.append(in_store := on_two_nodes(out, "nodes-in-store", root))
                     third_act(runs[2], in_store, chance, seconds)
+            print()
+            lose_a_node.act(*lost, chance)
     except DemoFailed as failure:
         sys.exit(f"FAILED: {failure}")
     except KeyboardInterrupt:

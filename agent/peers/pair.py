@@ -9,6 +9,8 @@ leaves alone.
 from __future__ import annotations
 
 import re
+import time
+from collections.abc import Callable
 from datetime import timedelta
 
 import torch
@@ -17,6 +19,8 @@ from torch.distributed import PrefixStore, ProcessGroupGloo, Store, Work  # type
 from ckptd.shared.errors import PeerLost
 
 _TAG = 0
+_LOOK_SECONDS = 0.02
+"""Seconds between two looks for a message that may take long to come."""
 
 
 class Pair:
@@ -38,6 +42,7 @@ class Pair:
         Raises PeerLost if the peer does not come in time, or no connection can be made.
         """
         self._peer = 1 if first else 0
+        self._ended = False
         limit = timedelta(seconds=seconds)
         store.set_timeout(limit)
         try:
@@ -59,8 +64,34 @@ class Pair:
         """
         finish(self.begin_receive(into), seconds)
 
+    def receive_while(self, wanted: Callable[[], bool], into: torch.Tensor, seconds: float) -> None:
+        """Fill `into` with the next message, however long it takes to come, as long as
+        `wanted()` is True.
+
+        The first byte of the message must not be 0. `seconds` is how long the message
+        may take once it has begun to arrive. The end of the connection is not noticed
+        before that.
+
+        The thread does not wait inside gloo. CPython ends a thread that returns from
+        there while the interpreter exits, and the process would abort.
+
+        Raises PeerLost.
+        """
+        into.zero_()
+        receiving = self.begin_receive(into)
+        while not into[0]:
+            if not wanted():
+                raise PeerLost("no message is expected any more")
+            time.sleep(_LOOK_SECONDS)
+        finish(receiving, seconds)
+
+    def end(self) -> None:
+        """Begin no more messages: from now on, PeerLost is raised instead."""
+        self._ended = True
+
     def begin_send(self, data: torch.Tensor) -> Work:
         """Begin to send, and return at once. `finish` waits for the end."""
+        self._require_open()
         try:
             sending: Work = self._group.send([data], self._peer, _TAG)  # type: ignore[attr-defined]
         except RuntimeError as error:
@@ -69,11 +100,16 @@ class Pair:
 
     def begin_receive(self, into: torch.Tensor) -> Work:
         """Begin to receive, and return at once. `finish` waits for the end."""
+        self._require_open()
         try:
             receiving: Work = self._group.recv([into], self._peer, _TAG)  # type: ignore[attr-defined]
         except RuntimeError as error:
             raise _lost(error) from None
         return receiving
+
+    def _require_open(self) -> None:
+        if self._ended:
+            raise PeerLost("this rank has ended the connection")
 
 
 def finish(work: Work, seconds: float) -> None:

@@ -8,8 +8,11 @@ attempt.
 
 from __future__ import annotations
 
+import atexit
 import logging
 import threading
+import time
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
@@ -21,7 +24,6 @@ from ckptd.agent.copy.mapped_slot import MappedSlot
 from ckptd.agent.link.client import Client, Make
 from ckptd.agent.peers.pair import Pair
 from ckptd.agent.peers.transfer import (
-    ANSWER_SECONDS,
     Offer,
     Pace,
     Source,
@@ -47,6 +49,8 @@ HOST_SECONDS = 90.0
 it waits up to 60 s for one to be free.
 """
 DONE_SECONDS = 60.0
+EXIT_SECONDS = 5.0
+"""Seconds for which the end of the process waits for the threads."""
 AWAY_SECONDS = 60.0
 """Seconds that a lost daemon has to come back, while a copy waits for it."""
 
@@ -80,6 +84,9 @@ class Replicator:
         self._news = Waiters()
         self._ended = self._failed = False
         self._failing = threading.Lock()
+        self._pairs: list[Pair] = []
+        self._threads: list[threading.Thread] = []
+        _all.add(self)
         self._start("send", partial(self._send, peer))
         for source in sources:
             self._start(f"receive-{source}", partial(self._receive, source))
@@ -105,10 +112,24 @@ class Replicator:
                 self._kept[header.step] = Source.of(slot)
 
     def end(self) -> None:
-        """End the copies, and do not wait for the threads. May be called again."""
+        """End the copies, and do not wait for the threads. May be called again.
+
+        A copy that is under way goes on.
+        """
         self._ended = True
         self._kept.clear()
         self._news.notify()
+
+    def stop(self, until: float) -> None:
+        """End the copies, even one that is under way, and wait for the threads.
+
+        until: how long to wait, in the time of `time.monotonic`.
+        """
+        self.end()
+        for pair in self._pairs:
+            pair.end()
+        for thread in self._threads:
+            thread.join(max(until - time.monotonic(), 0.0))
 
     def _start(self, name: str, work: Callable[[], None]) -> None:
         def run() -> None:
@@ -120,7 +141,9 @@ class Replicator:
                 log.exception("copies in the memory of other nodes")
                 self._fail(InternalError(f"{error!r}; the log of the training has more"))
 
-        threading.Thread(target=run, name=f"ckptd-peer-{name}", daemon=True).start()
+        thread = threading.Thread(target=run, name=f"ckptd-peer-{name}", daemon=True)
+        self._threads.append(thread)
+        thread.start()
 
     def _fail(self, error: CkptdError | OSError) -> None:
         """Log and report the first failure, after which no more copies are made."""
@@ -158,12 +181,14 @@ class Replicator:
         return self._client.call(make, kind, seconds)
 
     def _pair(self, sender: int, receiver: int) -> Pair:
-        return Pair(
+        pair = Pair(
             self._store(),
             f"{self._prefix}/{sender}-{receiver}",
             first=self._rank == sender,
             seconds=PAIR_SECONDS,
         )
+        self._pairs.append(pair)
+        return pair
 
     # -- this rank sends
 
@@ -207,14 +232,12 @@ class Replicator:
                 return self._ended or self._step > received
 
             while True:
-                # A thread that waits in gloo while the interpreter ends would abort the
-                # process, so that it waits there only while a copy is due.
                 self._news.wait_for(is_news)
                 if self._ended:
                     return
                 try:
-                    offer = receive_offer(pair, ANSWER_SECONDS)
-                except PeerLost as error:  # its attempt has ended, or its node is lost
+                    offer = receive_offer(pair, lambda: not self._ended)
+                except PeerLost as error:  # the attempt has ended, or the peer is lost
                     log.debug("rank %d offers no more copies: %s", source, error)
                     return
                 failpoint("agent.copy.offered")
@@ -294,3 +317,14 @@ class Replicator:
 R = TypeVar("R", bound=m.Reply)
 _MOST_REASON = 4096
 _MOST_RESTARTS = 3
+_all: weakref.WeakSet[Replicator] = weakref.WeakSet()
+
+
+@atexit.register
+def _stop_all() -> None:
+    """Stop all threads, because CPython ends a thread that returns from gloo while the
+    interpreter exits, and the process then aborts.
+    """
+    until = time.monotonic() + EXIT_SECONDS
+    for replicator in tuple(_all):
+        replicator.stop(until)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import struct
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -33,8 +33,6 @@ ANSWER_SECONDS = 180.0
 """Seconds within which a receiver must answer. It first waits for its daemon, which waits
 up to 60 s for a segment to be free, and then needs time to make it.
 """
-IDLE_SECONDS = 366 * 86400.0
-"""Seconds for which a receiver waits for an offer."""
 _HEAD = struct.Struct("<IIQ")
 _MOST_ANSWER = 1 << 20
 _MOST_TRIES = 3
@@ -177,10 +175,14 @@ def _numbers(said: bytes, count: int) -> Sequence[int]:
 # -- the receiver
 
 
-def receive_offer(pair: Pair, seconds: float = IDLE_SECONDS) -> bytes:
-    """Wait for an offer, and return it encoded. Raises PeerLost if the connection ends."""
-    _, said = _hear(pair, OFFER, seconds=seconds, most=MAX_DOCUMENT)
-    return said
+def receive_offer(pair: Pair, wanted: Callable[[], bool] = lambda: True) -> bytes:
+    """Wait for an offer, as long as `wanted()` is True, and return it encoded.
+
+    Raises PeerLost if the connection fails or no offer is wanted any more.
+    """
+    head = bytearray(_HEAD.size)
+    pair.receive_while(wanted, _bytes(head), STALL_SECONDS)
+    return _rest(pair, head, OFFER, most=MAX_DOCUMENT)[1]
 
 
 def refuse(pair: Pair, reason: str) -> None:
@@ -303,15 +305,21 @@ def _say(pair: Pair, kind: int, said: bytes = b"") -> None:
         pair.send(_bytes(bytearray(said)), STALL_SECONDS)
 
 
-def _hear(
-    pair: Pair, *kinds: int, seconds: float = STALL_SECONDS, most: int = _MOST_ANSWER
-) -> tuple[int, bytes]:
+def _hear(pair: Pair, *kinds: int, seconds: float = STALL_SECONDS) -> tuple[int, bytes]:
     """Return the kind and the content of the next message.
 
     kinds: the kinds that may come. Raises PeerLost for a refusal or any other kind.
     """
     head = bytearray(_HEAD.size)
     pair.receive(_bytes(head), seconds)
+    return _rest(pair, head, *kinds, most=_MOST_ANSWER)
+
+
+def _rest(pair: Pair, head: bytearray, *kinds: int, most: int) -> tuple[int, bytes]:
+    """Return the kind and the content of the message that begins with `head`.
+
+    most: the most bytes that the content may have.
+    """
     kind, zero, length = _HEAD.unpack(head)
     if zero or length > most:
         raise PeerLost("a peer has sent a message that cannot be understood")

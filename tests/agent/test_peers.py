@@ -4,6 +4,8 @@ with its memory.
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -314,3 +316,36 @@ def saved(step: int) -> str:
     except CkptdError as error:
         return str(error)
     return ""
+
+
+# -- the end of a process
+
+EXIT = """
+import atexit, sys, threading, time
+from types import SimpleNamespace
+
+atexit.register(lambda: print([t.name for t in threading.enumerate()]))
+
+from torch.distributed import TCPStore
+from ckptd.agent.peers.replicator import Replicator
+
+server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+client = SimpleNamespace(welcome=SimpleNamespace(replica_bandwidth=0))
+
+
+def store():
+    return TCPStore("127.0.0.1", server.port, is_master=False)
+
+
+ranks = [Replicator(client, store, "p", rank, 1, 1 - rank, [1 - rank], None) for rank in (0, 1)]
+while sum(len(rank._pairs) for rank in ranks) < 4:
+    time.sleep(0.01)
+sys.exit(3)
+"""
+"""Two ranks that wait for a step to copy, and for copies."""
+
+
+def test_no_thread_of_copies_is_left_when_the_interpreter_exits() -> None:
+    """A thread that returned from gloo after that would abort the process."""
+    done = subprocess.run([sys.executable, "-c", EXIT], capture_output=True, text=True, timeout=300)
+    assert (done.stdout, done.returncode) == ("['MainThread']\n", 3), done.stderr

@@ -65,6 +65,9 @@ class FakePair:
     def receive(self, into: torch.Tensor, seconds: float) -> None:
         finish(cast(Any, self.begin_receive(into)), seconds)
 
+    def receive_while(self, wanted: Callable[[], bool], into: torch.Tensor, seconds: float) -> None:
+        self.receive(into, seconds)
+
     def end(self) -> None:
         """End the connection, as the death of this process does."""
         self._out.put(None)

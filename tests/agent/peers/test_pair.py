@@ -236,6 +236,37 @@ def test_a_peer_that_is_killed_in_a_message_is_lost(
         peer.join()
 
 
+def test_a_message_is_received_while_it_is_wanted(sides: tuple[Pair, Pair]) -> None:
+    wanted, into = iter((True, True, False)), blank(3)
+    with pytest.raises(PeerLost, match="no message is expected any more"):
+        sides[1].receive_while(lambda: next(wanted), into, SECONDS)
+
+
+def test_a_message_that_comes_late_is_received(sides: tuple[Pair, Pair]) -> None:
+    sent, into = torch.tensor([1, 0, 2], dtype=torch.uint8), blank(3)
+    looks = 0
+
+    def wanted() -> bool:
+        nonlocal looks
+        looks += 1
+        if looks == 2:
+            sides[0].send(sent, SECONDS)
+        return True
+
+    sides[1].receive_while(wanted, into, SECONDS)
+    assert into.equal(sent)
+    assert looks >= 2
+
+
+@pytest.mark.parametrize("act", [give, take])
+def test_an_ended_pair_begins_no_message(
+    sides: tuple[Pair, Pair], act: Callable[[Pair, torch.Tensor], None]
+) -> None:
+    sides[0].end()
+    with pytest.raises(PeerLost, match="this rank has ended the connection"):
+        act(sides[0], blank(3))
+
+
 EXIT = """
 import sys, threading, torch
 from torch.distributed import TCPStore

@@ -63,7 +63,7 @@ def copy(sender: Any, receiver: Any, source: Source, into: MappedSlot) -> tuple[
 
     def receive() -> None:
         try:
-            receive_slot(receiver, Offer.decode(receive_offer(receiver, 60)), into)
+            receive_slot(receiver, Offer.decode(receive_offer(receiver)), into)
             confirm(receiver)
         except CkptdError as error:
             refuse(receiver, str(error))
@@ -191,7 +191,7 @@ def test_a_sender_that_is_gone_in_the_middle_leaves_no_sealed_copy(shm: Path, me
     with ThreadPoolExecutor(2) as pool:
         received = pool.submit(
             lambda: receive_slot(
-                cast(Pair, receiver), Offer.decode(receive_offer(cast(Pair, receiver), 60)), into
+                cast(Pair, receiver), Offer.decode(receive_offer(cast(Pair, receiver))), into
             )
         )
         sent = pool.submit(send_slot, cast(Pair, sender), Source.of(slot), Pace(0))
@@ -215,7 +215,7 @@ def test_a_real_peer_that_is_gone_in_the_middle(shm: Path, sends: int) -> None:
     ]
     with ThreadPoolExecutor(1) as pool:
         received = pool.submit(
-            lambda: receive_slot(receiver, Offer.decode(receive_offer(receiver, 60)), into)
+            lambda: receive_slot(receiver, Offer.decode(receive_offer(receiver)), into)
         )
         for number, message in enumerate(messages[:sends]):
             sender.send(torch.frombuffer(bytearray(message), dtype=torch.uint8), 60)
@@ -312,9 +312,7 @@ def hostile(source: Source, into: MappedSlot) -> str:
     for extent in (source.header.plan, source.header.request):
         sender.send(source.data[extent.offset : extent.offset + extent.length], 60)
     with pytest.raises(CkptdError) as refused:
-        receive_slot(
-            cast(Pair, receiver), Offer.decode(receive_offer(cast(Pair, receiver), 60)), into
-        )
+        receive_slot(cast(Pair, receiver), Offer.decode(receive_offer(cast(Pair, receiver))), into)
     return f"{type(refused.value).__name__}: {refused.value}"
 
 
@@ -340,7 +338,7 @@ def test_a_message_that_is_no_offer_ends_the_connection(
     sender, receiver = fake_pairs()
     say(sender, kind, length=length)
     with pytest.raises(PeerLost, match=reason):
-        receive_offer(cast(Pair, receiver), 60)
+        receive_offer(cast(Pair, receiver))
 
 
 SAME = b"the digest of the chunks of the sender"
