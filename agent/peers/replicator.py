@@ -24,9 +24,9 @@ from ckptd.agent.copy.mapped_slot import MappedSlot
 from ckptd.agent.link.client import Client, Make
 from ckptd.agent.peers.pair import Pair
 from ckptd.agent.peers.transfer import (
-    Offer,
-    Pace,
-    Source,
+    SendingPace,
+    SlotOffer,
+    SlotToSend,
     confirm,
     receive_offer,
     receive_slot,
@@ -76,11 +76,12 @@ class Replicator:
         find: Callable[[int], MappedSlot | None],
     ) -> None:
         self._client, self._store = client, store
-        self._prefix, self._rank, self._attempt = prefix, rank, attempt
+        self._prefix = prefix
+        self._rank, self._attempt = rank, attempt
         self._find = find
         self._step = -1  # the step to be copied now, or -1
         # Sealed slots that larger ones have replaced, by step, until they are copied.
-        self._kept: dict[int, Source] = {}
+        self._kept: dict[int, SlotToSend] = {}
         self._news = Waiters()
         self._ended = self._failed = False
         self._failing = threading.Lock()
@@ -109,7 +110,7 @@ class Replicator:
             return
         if header.step is not None and header.step >= self._step:
             with suppress(CkptdError, OSError):  # as if the slot were no longer in memory
-                self._kept[header.step] = Source.of(slot)
+                self._kept[header.step] = SlotToSend.of(slot)
 
     def end(self) -> None:
         """End the copies, and do not wait for the threads. May be called again.
@@ -193,7 +194,10 @@ class Replicator:
     # -- this rank sends
 
     def _send(self, peer: int) -> None:
-        pair, pace = self._pair(self._rank, peer), Pace(self._client.welcome.replica_bandwidth)
+        pair, pace = (
+            self._pair(self._rank, peer),
+            SendingPace(self._client.welcome.replica_bandwidth),
+        )
         sent = -1
 
         def is_news() -> bool:
@@ -210,12 +214,12 @@ class Replicator:
             failpoint("agent.copy.confirmed")
             self._report(step)
 
-    def _source(self, step: int) -> Source:
+    def _source(self, step: int) -> SlotToSend:
         """Return the sealed slot of a step. Raises PeerLost if it is gone."""
         slot = self._find(step)
         if slot is not None:
             with suppress(PeerLost):  # a larger slot has just replaced it
-                return Source.of(slot)
+                return SlotToSend.of(slot)
         if (kept := self._kept.pop(step, None)) is None:
             raise PeerLost(f"the slot of step {step} is no longer in memory")
         return kept
@@ -255,7 +259,7 @@ class Replicator:
         """
         segment: MappedSlot | None = None
         try:
-            offer = Offer.decode(said)
+            offer = SlotOffer.decode(said)
             header = offer.header
             if (header.attempt, header.rank) != (self._attempt, source):
                 raise PeerLost(
@@ -277,7 +281,7 @@ class Replicator:
         assert header.step is not None
         return header.step
 
-    def _segment(self, offer: Offer, segments: dict[str, MappedSlot]) -> MappedSlot:
+    def _segment(self, offer: SlotOffer, segments: dict[str, MappedSlot]) -> MappedSlot:
         """Return a segment of the daemon for the slot that was offered.
 
         Raises PeerLost if the daemon has none, and its errors.

@@ -42,7 +42,7 @@ one is on its way.
 """
 
 
-class Pace:
+class SendingPace:
     """A limit of bytes a second, or none if `rate` is 0."""
 
     def __init__(self, rate: int) -> None:
@@ -60,7 +60,7 @@ class Pace:
 
 
 @dataclass(frozen=True, slots=True)
-class Offer:
+class SlotOffer:
     """The offer of a slot: its header, and the crc32c of each chunk."""
 
     header: SegmentHeader
@@ -77,7 +77,7 @@ class Offer:
         return self.header.encode() + struct.pack(f"<{len(self.checks)}I", *self.checks)
 
     @classmethod
-    def decode(cls, data: bytes) -> Offer:
+    def decode(cls, data: bytes) -> SlotOffer:
         """Return the offer in `data`. Raises IntegrityError, NewerFormat."""
         header = SegmentHeader.decode(data[:ALIGN])
         count, rest = divmod(len(data) - ALIGN, 4)
@@ -90,7 +90,7 @@ class Offer:
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class SlotToSend:
     """A sealed slot that can be sent.
 
     It keeps the memory of the slot mapped, so that it can still be read after the slot
@@ -103,7 +103,7 @@ class Source:
     data: torch.Tensor
 
     @classmethod
-    def of(cls, slot: MappedSlot) -> Source:
+    def of(cls, slot: MappedSlot) -> SlotToSend:
         """Return the slot as a source.
 
         Raises IntegrityError if it is not sealed, and PeerLost if another thread has
@@ -119,7 +119,7 @@ class Source:
         return cls(header, checks, data)
 
 
-def send_slot(pair: Pair, source: Source, pace: Pace) -> None:
+def send_slot(pair: Pair, source: SlotToSend, pace: SendingPace) -> None:
     """Copy a sealed slot to the peer, and return once the peer has sealed its copy.
 
     Raises PeerLost if the peer refuses it, or if the connection fails; IntegrityError if
@@ -131,7 +131,7 @@ def send_slot(pair: Pair, source: Source, pace: Pace) -> None:
         checks = [crc32c(_chunk(data, chunk).numpy().data) for chunk in ranges]
     if len(ranges) != len(checks):
         raise IntegrityError(f"the slot of step {header.step} has checksums of another snapshot")
-    _say(pair, OFFER, Offer(header, checks).encode())
+    _say(pair, OFFER, SlotOffer(header, checks).encode())
     _hear(pair, ACCEPT, seconds=ANSWER_SECONDS)
     for extent in (header.plan, header.request):
         pace.wait(extent.length)
@@ -151,7 +151,9 @@ def send_slot(pair: Pair, source: Source, pace: Pace) -> None:
     raise PeerLost(f"a peer has asked for chunks more than {_MOST_TRIES} times")
 
 
-def _send_chunks(pair: Pair, data: torch.Tensor, ranges: Sequence[ChunkRange], pace: Pace) -> None:
+def _send_chunks(
+    pair: Pair, data: torch.Tensor, ranges: Sequence[ChunkRange], pace: SendingPace
+) -> None:
     sending = []
     for chunk in ranges:
         pace.wait(chunk.length)
@@ -190,7 +192,7 @@ def refuse(pair: Pair, reason: str) -> None:
     _say(pair, REFUSE, reason.encode()[:_MOST_ANSWER])
 
 
-def receive_slot(pair: Pair, offer: Offer, segment: MappedSlot) -> None:
+def receive_slot(pair: Pair, offer: SlotOffer, segment: MappedSlot) -> None:
     """Accept an offer, and receive the slot into a segment, which is sealed at the end.
 
     The caller then tells the peer by `confirm`. Raises PeerLost; IntegrityError if the

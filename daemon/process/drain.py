@@ -35,7 +35,7 @@ MOST_LISTED = 500
 """The most things that one answer lists, so that it fits into a frame."""
 
 
-class Drain:
+class DrainUnderWay:
     """One drain of a daemon, of one job or of all."""
 
     def __init__(self, parts: Components, job: str, seconds: float) -> None:

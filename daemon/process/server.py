@@ -26,7 +26,7 @@ from ckptd.daemon.composition import Components
 from ckptd.daemon.job.ranks import Owner, Process
 from ckptd.daemon.memory.slots import Slot
 from ckptd.daemon.process import limits
-from ckptd.daemon.process.drain import Drain
+from ckptd.daemon.process.drain import DrainUnderWay
 from ckptd.daemon.process.peers import NOTHING_LEFT, Peer
 from ckptd.daemon.process.service import Service, report_text
 from ckptd.daemon.process.vitals import Vitals
@@ -334,7 +334,7 @@ class Connection:
                     re=request.id, refused=await service.forget(request.job, request.tags)
                 ), ()
             case m.Drain():
-                drain = Drain(self._server.parts, request.job, request.seconds)
+                drain = DrainUnderWay(self._server.parts, request.job, request.seconds)
                 drained = await self._while_connected(drain.run())
                 return msgspec.structs.replace(drained, re=request.id), ()
             case m.Lend():

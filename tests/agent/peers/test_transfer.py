@@ -22,9 +22,9 @@ from ckptd.agent.peers.transfer import (
     REFUSE,
     RESEND,
     SEALED,
-    Offer,
-    Pace,
-    Source,
+    SendingPace,
+    SlotOffer,
+    SlotToSend,
     confirm,
     digest,
     ranges_of,
@@ -58,19 +58,22 @@ def shm() -> Iterator[Path]:
         yield made.directory
 
 
-def copy(sender: Any, receiver: Any, source: Source, into: MappedSlot) -> tuple[str, str]:
+def copy(sender: Any, receiver: Any, source: SlotToSend, into: MappedSlot) -> tuple[str, str]:
     """Copy a slot. Return the errors of the sender and the receiver, or ""."""
 
     def receive() -> None:
         try:
-            receive_slot(receiver, Offer.decode(receive_offer(receiver)), into)
+            receive_slot(receiver, SlotOffer.decode(receive_offer(receiver)), into)
             confirm(receiver)
         except CkptdError as error:
             refuse(receiver, str(error))
             raise
 
     with ThreadPoolExecutor(2) as pool:
-        sent, received = pool.submit(send_slot, sender, source, Pace(0)), pool.submit(receive)
+        sent, received = (
+            pool.submit(send_slot, sender, source, SendingPace(0)),
+            pool.submit(receive),
+        )
     return said(sent), said(received)
 
 
@@ -98,29 +101,29 @@ def test_a_copy_is_equal_to_its_slot_bit_for_bit(
     shm: Path, pairs: Callable[[], tuple[Any, Any]]
 ) -> None:
     slot, into = sealed_slot(shm, "a"), segment(shm, "b")
-    assert copy(*pairs(), Source.of(slot), into) == ("", "")
+    assert copy(*pairs(), SlotToSend.of(slot), into) == ("", "")
     assert_copied(slot, into)
 
 
 def test_one_pair_carries_one_copy_after_another(shm: Path) -> None:
     slot, into = sealed_slot(shm, "a"), segment(shm, "b")
     sender, receiver = real_pairs()
-    assert copy(sender, receiver, Source.of(slot), into) == ("", "")
+    assert copy(sender, receiver, SlotToSend.of(slot), into) == ("", "")
     fill(slot, 6)
-    assert copy(sender, receiver, Source.of(slot), into) == ("", "")
+    assert copy(sender, receiver, SlotToSend.of(slot), into) == ("", "")
     assert (into.header.step, into.header.state) == (6, SlotState.SEALED)
 
 
 def test_a_slot_without_checksums_is_sent_with_them(shm: Path) -> None:
     """As after a copy from an accelerator, whose bytes no processor has seen."""
     slot, into = sealed_slot(shm, "a"), segment(shm, "b")
-    assert copy(*fake_pairs(), replace(Source.of(slot), checks=None), into) == ("", "")
+    assert copy(*fake_pairs(), replace(SlotToSend.of(slot), checks=None), into) == ("", "")
     assert_copied(slot, into)
 
 
 def test_a_slot_that_a_larger_one_has_replaced_is_still_sent(shm: Path) -> None:
     slot, twin, into = sealed_slot(shm, "a"), sealed_slot(shm, "c"), segment(shm, "b")
-    source = Source.of(slot)
+    source = SlotToSend.of(slot)
     slot.forget()
     (shm / "a").unlink()
     assert copy(*fake_pairs(), source, into) == ("", "")
@@ -129,14 +132,14 @@ def test_a_slot_that_a_larger_one_has_replaced_is_still_sent(shm: Path) -> None:
 
 def test_a_slot_that_cannot_be_sent_says_why(shm: Path) -> None:
     with pytest.raises(IntegrityError, match="^the slot of step None is not sealed$"):
-        Source.of(segment(shm, "b"))
+        SlotToSend.of(segment(shm, "b"))
     slot = sealed_slot(shm, "a")
     slot.forget()
     with pytest.raises(PeerLost, match="^the slot of step 5 is no longer in memory$"):
-        Source.of(slot)
-    whole = Source.of(sealed_slot(shm, "c"))
+        SlotToSend.of(slot)
+    whole = SlotToSend.of(sealed_slot(shm, "c"))
     with pytest.raises(IntegrityError, match="checksums of another snapshot"):
-        send_slot(cast(Pair, None), replace(whole, checks=[1, 2]), Pace(0))
+        send_slot(cast(Pair, None), replace(whole, checks=[1, 2]), SendingPace(0))
 
 
 # -- bytes that are damaged on the way
@@ -158,17 +161,17 @@ def flip(*numbers: int) -> Spoil:
 )
 def test_a_chunk_that_arrives_damaged_is_sent_again(shm: Path, numbers: list[int]) -> None:
     slot, into = sealed_slot(shm, "a"), segment(shm, "b")
-    assert copy(*fake_pairs(flip(*numbers)), Source.of(slot), into) == ("", "")
+    assert copy(*fake_pairs(flip(*numbers)), SlotToSend.of(slot), into) == ("", "")
     assert_copied(slot, into)
 
 
 def test_a_chunk_that_is_damaged_three_times_is_refused(shm: Path) -> None:
     slot, into = sealed_slot(shm, "a"), segment(shm, "b")
-    sent = len(Source.of(slot).checks or ())
+    sent = len(SlotToSend.of(slot).checks or ())
     again = FIRST_CHUNK + sent
     reason = "chunk 1 of step 5 of rank 0 has arrived damaged 3 times"
     spoil = flip(FIRST_CHUNK + 1, again, again + 1)
-    assert copy(*fake_pairs(spoil), Source.of(slot), into) == (
+    assert copy(*fake_pairs(spoil), SlotToSend.of(slot), into) == (
         f"PeerLost: {reason}",
         f"IntegrityError: {reason}",
     )
@@ -179,7 +182,7 @@ def test_a_chunk_that_is_damaged_three_times_is_refused(shm: Path) -> None:
 def test_a_document_that_arrives_damaged_is_refused(shm: Path, number: int) -> None:
     slot, into = sealed_slot(shm, "a"), segment(shm, "b")
 
-    _, received = copy(*fake_pairs(flip(number)), Source.of(slot), into)
+    _, received = copy(*fake_pairs(flip(number)), SlotToSend.of(slot), into)
     assert received == "IntegrityError: a document of rank 0 has arrived damaged"
     assert state_of(into) is SlotState.FILLING
 
@@ -191,10 +194,10 @@ def test_a_sender_that_is_gone_in_the_middle_leaves_no_sealed_copy(shm: Path, me
     with ThreadPoolExecutor(2) as pool:
         received = pool.submit(
             lambda: receive_slot(
-                cast(Pair, receiver), Offer.decode(receive_offer(cast(Pair, receiver))), into
+                cast(Pair, receiver), SlotOffer.decode(receive_offer(cast(Pair, receiver))), into
             )
         )
-        sent = pool.submit(send_slot, cast(Pair, sender), Source.of(slot), Pace(0))
+        sent = pool.submit(send_slot, cast(Pair, sender), SlotToSend.of(slot), SendingPace(0))
         lost = said(received)
         receiver.end()
     assert lost == "PeerLost: the connection with a peer has failed: Connection closed by peer"
@@ -204,18 +207,18 @@ def test_a_sender_that_is_gone_in_the_middle_leaves_no_sealed_copy(shm: Path, me
 
 @pytest.mark.parametrize("sends", [0, 2, 5])
 def test_a_real_peer_that_is_gone_in_the_middle(shm: Path, sends: int) -> None:
-    into, source = segment(shm, "b"), Source.of(sealed_slot(shm, "a"))
+    into, source = segment(shm, "b"), SlotToSend.of(sealed_slot(shm, "a"))
     sender, receiver = real_pairs()
     messages = [
-        struct.pack("<IIQ", OFFER, 0, len(Offer(source.header, source.checks or ()).encode())),
-        Offer(source.header, source.checks or ()).encode(),
+        struct.pack("<IIQ", OFFER, 0, len(SlotOffer(source.header, source.checks or ()).encode())),
+        SlotOffer(source.header, source.checks or ()).encode(),
         bytes(source.data[source.header.plan.offset :][: source.header.plan.length].numpy()),
         bytes(source.data[source.header.request.offset :][: source.header.request.length].numpy()),
         bytes(source.data[: source.header.chunk_size].numpy()),
     ]
     with ThreadPoolExecutor(1) as pool:
         received = pool.submit(
-            lambda: receive_slot(receiver, Offer.decode(receive_offer(receiver)), into)
+            lambda: receive_slot(receiver, SlotOffer.decode(receive_offer(receiver)), into)
         )
         for number, message in enumerate(messages[:sends]):
             sender.send(torch.frombuffer(bytearray(message), dtype=torch.uint8), 60)
@@ -246,7 +249,7 @@ def test_a_copy_goes_into_a_segment_for_it_only(
 ) -> None:
     into = segment(shm, "b", **changes)
     before = into.header
-    sent, received = copy(*fake_pairs(), Source.of(sealed_slot(shm, "a")), into)
+    sent, received = copy(*fake_pairs(), SlotToSend.of(sealed_slot(shm, "a")), into)
     assert reason in received
     assert sent.startswith("PeerLost: ")
     assert reason in sent
@@ -256,8 +259,8 @@ def test_a_copy_goes_into_a_segment_for_it_only(
 # -- what a hostile peer may send
 
 
-def offered(source: Source, **changes: Any) -> bytes:
-    return Offer(replace(source.header, **changes), source.checks or ()).encode()
+def offered(source: SlotToSend, **changes: Any) -> bytes:
+    return SlotOffer(replace(source.header, **changes), source.checks or ()).encode()
 
 
 @pytest.mark.parametrize(
@@ -280,39 +283,41 @@ def offered(source: Source, **changes: Any) -> bytes:
     ],
 )
 def test_an_offer_that_is_not_sound_is_refused(
-    shm: Path, make: Callable[[Source], bytes], reason: str
+    shm: Path, make: Callable[[SlotToSend], bytes], reason: str
 ) -> None:
-    data = make(Source.of(sealed_slot(shm, "a")))
+    data = make(SlotToSend.of(sealed_slot(shm, "a")))
     with pytest.raises(IntegrityError, match=reason):
-        Offer.decode(data)
+        SlotOffer.decode(data)
 
 
 def test_a_plan_that_names_bytes_outside_the_slot_is_refused(shm: Path) -> None:
     """A header that claims a smaller slot than its plan is for."""
-    source, into = Source.of(sealed_slot(shm, "a")), segment(shm, "b")
+    source, into = SlotToSend.of(sealed_slot(shm, "a")), segment(shm, "b")
     header = source.header
     lie = replace(header, values=replace(header.values, offset=0))
-    received = hostile(Source(lie, source.checks, source.data), into)
+    received = hostile(SlotToSend(lie, source.checks, source.data), into)
     assert received == "IntegrityError: the documents of rank 0 overlap its tensors"
     far = replace(header, values=replace(header.values, offset=header.plan.offset + (1 << 20)))
     assert "does not fit" in hostile(
-        Source(replace(far, capacity=1 << 30), source.checks, source.data), into
+        SlotToSend(replace(far, capacity=1 << 30), source.checks, source.data), into
     )
     many = [*(source.checks or ()), 7]
     assert "has offered 8 checksums for 7 chunks" in hostile(
-        Source(header, many, source.data), into
+        SlotToSend(header, many, source.data), into
     )
     assert state_of(into) is not SlotState.SEALED
 
 
-def hostile(source: Source, into: MappedSlot) -> str:
-    """Offer a slot without a look at it. Return the error of the receiver."""
+def hostile(source: SlotToSend, into: MappedSlot) -> str:
+    """SlotOffer a slot without a look at it. Return the error of the receiver."""
     sender, receiver = fake_pairs()
-    say(sender, OFFER, Offer(source.header, source.checks or ()).encode())
+    say(sender, OFFER, SlotOffer(source.header, source.checks or ()).encode())
     for extent in (source.header.plan, source.header.request):
         sender.send(source.data[extent.offset : extent.offset + extent.length], 60)
     with pytest.raises(CkptdError) as refused:
-        receive_slot(cast(Pair, receiver), Offer.decode(receive_offer(cast(Pair, receiver))), into)
+        receive_slot(
+            cast(Pair, receiver), SlotOffer.decode(receive_offer(cast(Pair, receiver))), into
+        )
     return f"{type(refused.value).__name__}: {refused.value}"
 
 
@@ -368,12 +373,12 @@ def test_a_receiver_that_answers_nonsense_ends_the_copy(
     shm: Path, answers: list[tuple[int, bytes]], reason: str
 ) -> None:
     sender, receiver = fake_pairs()
-    source = Source.of(sealed_slot(shm, "a"))
+    source = SlotToSend.of(sealed_slot(shm, "a"))
     for kind, data in answers:
         same = data is SAME
         say(receiver, kind, digest(ranges_of(source.header, source.data)) if same else data)
     with pytest.raises(PeerLost, match=reason):
-        send_slot(cast(Pair, sender), source, Pace(0))
+        send_slot(cast(Pair, sender), source, SendingPace(0))
 
 
 # -- pace
@@ -393,7 +398,7 @@ class Sleeps:
 
 def test_a_pace_limits_the_bytes_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Sleeps(monkeypatch)
-    pace = Pace(1000)
+    pace = SendingPace(1000)
     times = []
     for _ in range(4):
         pace.wait(500)
@@ -407,7 +412,7 @@ def test_a_pace_limits_the_bytes_a_second(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_no_pace_never_sleeps(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Sleeps(monkeypatch)
-    pace = Pace(0)
+    pace = SendingPace(0)
     pace.wait(1 << 40)
     pace.wait(1 << 40)
     assert clock.now == 100.0
