@@ -29,6 +29,7 @@ from ckptd.shared.system.settings import FOREIGN_MEMORY_CHOICES, NOT_OF_THE_DAEM
 from ckptd.shared.units import parse_size
 
 _SLOTS_WITH_REPLICAS = 3
+_LEAST_BANDWIDTH = 10**6
 REPLICA_SLOTS = 2
 """The segments for copies of one rank of another node: one that holds a whole copy, and
 one that receives the next.
@@ -223,6 +224,12 @@ class Config:
         if self.replicas:
             # The step that is in the peers keeps a slot until a later one is, too.
             object.__setattr__(self, "slots", max(self.slots, _SLOTS_WITH_REPLICAS))
+        _require(
+            self.replica_bandwidth == 0 or self.replica_bandwidth >= _LEAST_BANDWIDTH,
+            "replica_bandwidth",
+            self.replica_bandwidth,
+            "0, or at least 1M: a slower peer counts as lost",
+        )
         _require(len(self.domain) <= 128, "domain", self.domain, "at most 128 characters")
         _require(self.keep_last >= 0, "keep_last", self.keep_last, "0 (all) or more")
         _require(
@@ -268,7 +275,6 @@ class Config:
         for name in (
             "shm_quota",
             "root_quota",
-            "replica_bandwidth",
             "memory_ttl",
             "stall_budget",
             "idle_timeout",

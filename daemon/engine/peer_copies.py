@@ -139,10 +139,11 @@ class PeerCopies:
         for segment, (_, of) in list(job.receiving.items()):
             if of == rank:  # a rank sends one copy at a time, so that this one was given up
                 del job.receiving[segment]
+        until = asyncio.get_running_loop().time() + WAIT_SECONDS
         try:
-            async with asyncio.timeout(WAIT_SECONDS):
-                while (slot := await self._segment(job, request)) is None:
-                    job.moved.clear()
+            while (slot := await self._segment(job, request)) is None:
+                job.moved.clear()
+                async with asyncio.timeout_at(until):
                     await job.moved.wait()
         except TimeoutError:
             held = sorted(key[1] for key, _ in self._used(job, rank).values())

@@ -390,7 +390,8 @@ def test_copies_in_peers_need_a_third_slot() -> None:
     ("name", "value", "message"),
     [
         ("replicas", 2, "replicas is '2'; expected 0 or 1"),
-        ("replica_bandwidth", -1, "replica_bandwidth is '-1'; expected 0 or more"),
+        ("replica_bandwidth", -1, "replica_bandwidth is '-1'; expected 0, or at least 1M"),
+        ("replica_bandwidth", 999_999, "a slower peer counts as lost"),
         ("domain", "x" * 129, "expected at most 128 characters"),
     ],
 )
