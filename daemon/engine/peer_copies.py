@@ -208,11 +208,10 @@ class PeerCopies:
         """
         job = self._catalog.job(owner.job)
         slot = self._slots.get(segment)
-        if segment not in job.receiving:
-            if slot.header.peer_replica and slot.name in self._used(job, slot.header.rank):
-                return
-            raise NotFound(f"no copy is received into segment {segment[:8]}")
-        key, rank = job.receiving[segment]
+        received = job.receiving.get(segment)
+        if received is None:
+            return self._check_recorded(job, slot)
+        key, rank = received
         try:
             header = slot.refresh()
             if (header.state, header.attempt, header.step) != (SlotState.SEALED, *key):
@@ -220,27 +219,38 @@ class PeerCopies:
                     f"segment {segment[:8]} does not hold a sealed copy of step {key[1]} of rank "
                     f"{rank}"
                 )
-            await self.record(slot)
+            sealed = await self._read_copy(slot)
+            # Meanwhile the same report may have come again, or another copy may be received.
+            if job.receiving.get(segment) is not received:
+                return self._check_recorded(job, slot)
+            self._record(job, slot, sealed)
         finally:
-            job.receiving.pop(segment, None)
+            if job.receiving.get(segment) is received:
+                del job.receiving[segment]
 
-    async def record(self, slot: Slot) -> None:
-        """Add a sealed copy, whose header has just been read, to the peer replica that it
-        is part of.
+    def _check_recorded(self, job: Job, slot: Slot) -> None:
+        """Raise NotFound unless the copy in a segment has been recorded."""
+        _, leader = self._used(job, slot.header.rank).get(slot.name, (None, -1))
+        if leader < 0:
+            raise NotFound(f"no copy is received into segment {slot.name[:8]}")
 
-        Raises IntegrityError if it is not one, StorageError if it cannot be read now.
-        """
-        header = slot.header
-        assert header.step is not None
-        job = self._catalog.job(header.job)
+    async def _read_copy(self, slot: Slot) -> SealedSlot:
         with slot.reading() as fd:
-            sealed, _ = await self._read(fd, header)
+            return (await self._read(fd, slot.header))[0]
+
+    def _record(self, job: Job, slot: Slot, sealed: SealedSlot) -> None:
+        """Add a sealed copy to the peer replica that it is part of.
+
+        Raises IntegrityError if it is not one.
+        """
+        header = sealed.header
+        assert header.step is not None
         node, request = sealed.request.node, sealed.request
         problem = "" if node is None else node.problem(header.rank, header.world_size)
         if node is None or problem or sealed.crcs is None:
             raise IntegrityError(
-                f"the copy of rank {header.rank} in segment {slot.name[:8]} "
-                f"{problem or 'has no checksums, or no node'}"
+                f"the copy of rank {header.rank} in segment {slot.name[:8]} is not sound: "
+                f"{problem or 'it has no checksums, or no node'}"
             )
         user_tag = names.check_user_tag(request.tag) if request.tag else None
         tag = names.tag_directory(header.step, user_tag, header.attempt)
@@ -287,7 +297,7 @@ class PeerCopies:
             header, job = slot.header, self._catalog.job(slot.header.job)
             if header.state is SlotState.SEALED:
                 try:
-                    await self.record(slot)
+                    self._record(job, slot, await self._read_copy(slot))
                 except StorageError as error:
                     log.error("%r is left alone: %s", slot, error)
                 except CkptdError as error:

@@ -69,14 +69,21 @@ def sealed_slot(plan: Plan, request: SnapshotRequest) -> Iterator[Descriptor]:
     with tmpfs() as shm:
         data, lock = shm.make("a.seg", 1 << 20)
         lock.close()
-        seal(data.fileno(), read_header(data.fileno()), plan, request=request)
-        header, values = read_header(data.fileno()), values_after(plan)
-        packed = packed_slot(plan, values)
-        ranges = chunk_ranges(with_values(plan.regions, values), header.chunk_size)
-        write_check(
-            data.fileno(),
-            header,
-            [crc32c(bytes(packed[chunk.offset : chunk.offset + chunk.length])) for chunk in ranges],
-        )
+        seal_with_checks(data.fileno(), plan, request)
         yield data
         data.close()
+
+
+def seal_with_checks(
+    fd: int, plan: Plan, request: SnapshotRequest, *, step: int = 5
+) -> SegmentHeader:
+    """Seal a slot as its trainer does, and write the checksums as the daemon does."""
+    sealed, values = seal(fd, read_header(fd), plan, step=step, request=request), values_after(plan)
+    packed = packed_slot(plan, values)
+    ranges = chunk_ranges(with_values(plan.regions, values), sealed.chunk_size)
+    write_check(
+        fd,
+        sealed,
+        [crc32c(bytes(packed[chunk.offset : chunk.offset + chunk.length])) for chunk in ranges],
+    )
+    return sealed
