@@ -112,14 +112,18 @@ class Node:
     # -- what the ranks do
 
     async def host(
-        self, rank: int = 0, step: int = 5, *, attempt: int = 2, capacity: int = CAPACITY
+        self,
+        rank: int = 0,
+        step: int = 5,
+        *,
+        attempt: int = 2,
+        capacity: int = CAPACITY,
+        chunk_size: int = MIN_CHUNK,
     ) -> Slot | str:
-        return await self.copies.host(
-            self.owner,
-            m.Host(
-                id=1, rank=rank, attempt=attempt, step=step, capacity=capacity, chunk_size=MIN_CHUNK
-            ),
+        request = m.Host(
+            id=1, rank=rank, attempt=attempt, step=step, capacity=capacity, chunk_size=chunk_size
         )
+        return await self.copies.host(self.owner, request)
 
     async def receive(self, rank: int = 0, step: int = 5, **request: Any) -> Slot:
         """Get a segment, and let the agent receive a whole copy into it."""
@@ -163,9 +167,9 @@ class Node:
 
     def begin_attempt(self, attempt: int) -> None:
         """Begin a later attempt, as the engine does."""
-        self.job.ranks.retire(attempt)
         self.job.attempt, self.job.answer = attempt, Answer()
         self.copies.end_attempt(self.job)
+        self.job.ranks.retire(attempt)
         self.owners = [self.join(rank) for rank in HERE.ranks]
         self.owner = self.owners[0]
 
@@ -238,15 +242,17 @@ async def test_ranks_have_segments_of_their_own(node: Node) -> None:
     assert await node.host(rank=0) is not await node.host(rank=1)
 
 
-async def test_a_free_segment_that_does_not_fit_is_replaced(node: Node) -> None:
-    small = await node.host(step=5)
-    assert isinstance(small, Slot)
-    node.copies.give_back(node.owner, small.name)
-    large = await node.host(step=6, capacity=2 * CAPACITY)
-    assert isinstance(large, Slot)
-    assert small.released
-    assert node.held() == [large]
-    assert large.header.capacity == 2 * CAPACITY
+@pytest.mark.parametrize("needs", [{"capacity": 2 * CAPACITY}, {"chunk_size": 2 * MIN_CHUNK}])
+async def test_a_free_segment_that_does_not_fit_is_replaced(
+    node: Node, needs: dict[str, int]
+) -> None:
+    (whole,), unfit = await node.copy(5, ranks=(0,)), await node.host(step=6)
+    assert isinstance(unfit, Slot)
+    fitting = await node.host(step=6, **needs)
+    assert isinstance(fitting, Slot)
+    assert unfit.released
+    assert node.held() == [whole, fitting]
+    assert {name: getattr(fitting.header, name) for name in needs} == needs
 
 
 async def test_a_needed_copy_is_not_overwritten(
@@ -289,6 +295,19 @@ async def test_two_requests_of_a_rank_get_two_segments(node: Node) -> None:
     assert {slot.header.slot for slot in slots if isinstance(slot, Slot)} == {0, 1}
 
 
+async def test_a_rank_waits_until_a_segment_is_given_back(node: Node) -> None:
+    await node.copy(5, ranks=(0,))
+    node.making.shut()
+    first, second = [asyncio.create_task(node.host(step=6)) for _ in range(2)]
+    await wait_until_blocked(second)
+    node.making.open()
+    slot = await first
+    assert isinstance(slot, Slot)
+    await wait_until_blocked(second)
+    node.copies.give_back(node.owner, slot.name)
+    assert await second is slot
+
+
 async def test_a_quota_that_is_too_small_is_a_reason(shm: Path) -> None:
     node = Node(shm, quota=1 << 12)
     reason = await node.host()
@@ -311,9 +330,8 @@ async def test_a_job_of_one_node_has_no_copies(node: Node) -> None:
 
 
 async def test_a_chunk_size_that_no_slot_can_have_is_refused(node: Node) -> None:
-    request = m.Host(id=1, rank=0, attempt=2, step=5, capacity=CAPACITY, chunk_size=1)
     with pytest.raises(InvalidRequest, match="no segment can be made for this copy"):
-        await node.copies.host(node.owner, request)
+        await node.host(chunk_size=1)
 
 
 @pytest.mark.parametrize("attempt", [1, 3])
@@ -329,6 +347,17 @@ async def test_a_segment_that_is_made_for_an_attempt_that_ends_is_released(node:
     node.begin_attempt(3)
     node.making.open()
     assert await host == "attempt 2 has ended"
+    assert node.slots.slots == {}
+    assert node.job.receiving == {}
+
+
+async def test_a_segment_that_is_made_for_a_rank_that_leaves_is_released(node: Node) -> None:
+    node.making.shut()
+    host = asyncio.create_task(node.host())
+    await wait_until_blocked(host)
+    node.job.ranks.leave(node.owner, "ended")
+    node.making.open()
+    assert isinstance(await host, str)
     assert node.slots.slots == {}
     assert node.job.receiving == {}
 
@@ -513,6 +542,12 @@ def test_a_rank_that_cannot_copy_its_slot_ends_all_copies(node: Node) -> None:
     assert node.owner.shown.alone == "rank 3: the peer is gone"
 
 
+def test_other_nodes_are_shown_a_failure_that_comes_late(node: Node) -> None:
+    node.copies.copied(node.owner, 2, 5, "the peer is gone")
+    assert node.owner.shown is not None
+    assert node.owner.shown.alone == "rank 2: the peer is gone"
+
+
 def test_the_ranks_are_told_each_change_once(node: Node) -> None:
     node.follow(common=[5], replicating=5)
     node.follow(common=[5, 6], replicating=5)
@@ -599,6 +634,7 @@ async def test_a_new_attempt_keeps_whole_copies_and_releases_the_rest(node: Node
     whole, (half,) = await node.copy(5), [await node.receive(0, step=6)]
     node.hold(6)
     node.follow(common=[6], replicating=6)
+    node.copies.copied(node.owners[1], 2, 6, "")
     node.copies.copied(node.owner, 2, 6, "the peer is gone")
     node.begin_attempt(3)
     assert node.replicas() == {5: SnapshotState.SEALED}
@@ -633,6 +669,16 @@ async def test_needless_copies_go_once_the_ranks_have_closed_their_agents(node: 
     node.commit(6)
     node.copies.settle(node.job)
     assert node.slots.slots == {}
+
+
+async def test_a_copy_that_nobody_receives_any_more_is_released(node: Node) -> None:
+    (whole,), half = await node.copy(5, ranks=(0,)), await node.receive(1)
+    for owner in node.owners:
+        node.job.ranks.leave(owner, "ended")
+    node.copies.settle(node.job)
+    assert half.released
+    assert node.held() == [whole]
+    assert node.replicas() == {5: SnapshotState.FILLING}
 
 
 async def test_a_copy_that_is_read_is_not_freed(node: Node) -> None:
