@@ -300,7 +300,7 @@ _ON_THE_WIRE: dict[str, type[CkptdError]] = {
         InvalidRequest, AlreadyExists, JobRunning, ForeignMemory, NotFound, QuotaExceeded,
         StorageError, SharedMemoryFull, IntegrityError, ProtocolError, VersionMismatch, Forbidden,
         Fenced, Busy, InternalError, NewerFormat, SnapshotFailed, StructureChanged, UnsavableValue,
-        StructureMismatch, DaemonUnreachable, RecoveryFailed,
+        StructureMismatch, DaemonUnreachable, RecoveryFailed, PeerLost,
     )
 }  # fmt: skip
 

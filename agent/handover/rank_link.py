@@ -222,7 +222,7 @@ class RankLink:
             return ""
         if begun.alone:
             return NOT_COPIED + begun.alone
-        if begun.node is None and self.client.welcome.replicas:
+        if begun.node is None and self.client.welcome.copies is not None:
             return NOT_COPIED + "all ranks of the job are on one node"
         return NOT_SET
 

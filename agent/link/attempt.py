@@ -119,8 +119,8 @@ class RankPlace(msgspec.Struct, frozen=True, array_like=True):
     `boot` is the boot id of its node, and `node` its host name. `instance` identifies
     its daemon, and is "" from an old daemon. `root` is the root of that daemon, and
     `identity` that of the root, "" from an old daemon. `nodes` is True if the daemon
-    knows several nodes. `replicas` is the number of copies that the daemon is set to, and
-    `domain` the failure domain of its node.
+    knows several nodes. `copies` is True if the daemon makes copies in the
+    memory of other nodes, and `domain` is the failure domain of its node.
     """
 
     boot: bytes
@@ -130,7 +130,7 @@ class RankPlace(msgspec.Struct, frozen=True, array_like=True):
     job: str
     identity: str = ""
     nodes: bool = False
-    replicas: int = 0
+    copies: bool = False
     domain: str = ""
 
     @classmethod
@@ -144,8 +144,8 @@ class RankPlace(msgspec.Struct, frozen=True, array_like=True):
             job,
             welcome.identity,
             NODES in welcome.features,
-            welcome.replicas,
-            welcome.domain,
+            welcome.copies is not None,
+            "" if welcome.copies is None else welcome.copies.domain,
         )
 
 
@@ -216,11 +216,11 @@ def _peers(
         for node in nodes
         if node is not None
     }
-    wanted = {places[leader].replicas for leader in by_leader}
+    wanted = {places[leader].copies for leader in by_leader}
     if not any(wanted):
         return {}, ""
     if len(wanted) > 1:
-        off = next(places[leader] for leader in by_leader if not places[leader].replicas)
+        off = next(places[leader] for leader in by_leader if not places[leader].copies)
         return {}, (
             f"the daemon on {off.node} is set to replicas = 0, and others to 1: set the same on "
             f"all nodes"

@@ -194,10 +194,8 @@ class Replicator:
     # -- this rank sends
 
     def _send(self, peer: int) -> None:
-        pair, pace = (
-            self._pair(self._rank, peer),
-            SendingPace(self._client.welcome.replica_bandwidth),
-        )
+        pair, settings = self._pair(self._rank, peer), self._client.welcome.copies
+        pace = SendingPace(0 if settings is None else settings.bandwidth)
         sent = -1
 
         def is_news() -> bool:

@@ -170,7 +170,7 @@ class Recovery:
                 delivered, before, absent = _delivered(said)
                 # A node that was part of the attempt may have lost its memory since. Whether
                 # it has delivered is known from storage alone.
-                if absent or (before and any(one["replicas"] for one in said)):
+                if absent or (before and any(one["copies"] for one in said)):
                     said = self._all("deliver-for", lambda: self._deliver(before), DELIVER_SECONDS)
                     missing = absent.difference(*(one["ranks"] for one in said))
                     delivered = 0 if missing else delivered
@@ -340,7 +340,7 @@ class Recovery:
             "attempt": done.attempt,
             "world_size": done.world_size,
             "ranks": done.ranks,
-            "replicas": welcome.replicas,
+            "copies": welcome.copies is not None,
         }
 
     def _find(self, step: int | None, last_step: int, delivered: int = 0) -> dict[str, Any]:

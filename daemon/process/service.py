@@ -91,8 +91,9 @@ class Service:
             chunk_size=config.chunk_size, stall_budget=config.stall_budget, instance=self._instance,
             identity=self._parts.identity, stage=str(config.stage or ""),
             settings=settings.given(os.environ) if config.private else None,
-            replicas=config.replicas, domain=config.domain,
-            replica_bandwidth=config.replica_bandwidth,
+            copies=m.CopySettings(domain=config.domain, bandwidth=config.replica_bandwidth)
+            if config.replicas
+            else None,
         )  # fmt: skip
 
     async def find(self, job_name: str, step: int | None, delivered: int = 0) -> m.Found:

@@ -56,6 +56,18 @@ class Hello(Request, frozen=True, kw_only=True, tag="hello"):
     client: Annotated[str, msgspec.Meta(max_length=256)] = ""
 
 
+class CopySettings(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The settings of a daemon for copies in the memory of other nodes.
+
+    `domain`: the failure domain of its node, such as a rack, or "" if it has no name.
+    `bandwidth`: the most bytes a second that a rank may send to its peer, or 0 for no
+    limit.
+    """
+
+    domain: Annotated[str, msgspec.Meta(max_length=128)] = ""
+    bandwidth: Size = 0
+
+
 class Welcome(Reply, frozen=True, kw_only=True, tag="welcome"):
     """The reply to Hello.
 
@@ -66,10 +78,8 @@ class Welcome(Reply, frozen=True, kw_only=True, tag="welcome"):
     apart. `stage` is the directory in which checkpoints are committed before they are
     uploaded to the root, or "".
 
-    `replicas`: the number of nodes that get a copy of each slot of this node, 0 or 1.
-    `domain`: the failure domain of this node, such as its rack, or "" if it has no
-    name. `replica_bandwidth`: the most bytes a second that a rank may send to its peer,
-    or 0 for no limit.
+    `copies`: the settings of the daemon for copies in the memory of other nodes, or None
+    if it makes none.
     """
 
     version: int
@@ -84,9 +94,7 @@ class Welcome(Reply, frozen=True, kw_only=True, tag="welcome"):
     settings: dict[str, str] | None = None
     identity: Annotated[str, msgspec.Meta(max_length=64)] = ""
     stage: str = ""
-    replicas: Annotated[int, msgspec.Meta(ge=0, le=1)] = 0
-    domain: Annotated[str, msgspec.Meta(max_length=128)] = ""
-    replica_bandwidth: Size = 0
+    copies: CopySettings | None = None
 
 
 class Status(Request, frozen=True, kw_only=True, tag="status"):

@@ -330,7 +330,7 @@ from torch.distributed import TCPStore
 from ckptd.agent.peers.replicator import Replicator
 
 server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-client = SimpleNamespace(welcome=SimpleNamespace(replica_bandwidth=0))
+client = SimpleNamespace(welcome=SimpleNamespace(copies=None))
 
 
 def store():

@@ -514,6 +514,7 @@ def test_the_table_of_the_session() -> None:
     assert {name for name, (reply, _) in table.items() if "descriptors" in reply} == {
         "Allocate",
         "Fetch",
+        "Host",
         "Lend",
     }
 
@@ -582,7 +583,7 @@ def test_the_registry_of_features_of_the_protocol() -> None:
     }
     assert set(listed) == {
         session.NODES, session.STAGE, session.REPLICAS, session.WAITING, session.REMARKS,
-        session.RECOVERIES, session.LENDING, session.DRAIN,
+        session.RECOVERIES, session.LENDING, session.DRAIN, session.PEERS,
     }  # fmt: skip
     for name, side in listed.items():
         named = {
@@ -595,7 +596,7 @@ def test_the_registry_of_features_of_the_protocol() -> None:
 
 INNER: dict[type[Any], str] = {
     m.HeldSegment: "segment", m.RecoveryCandidate: "candidate", m.Due: "due",
-    m.TrainingCost: "cost",
+    m.TrainingCost: "cost", m.CopySettings: "copies",
     Membership: "node", Holding: "holding", Answer: "answer", Brief: "brief",
 }  # fmt: skip
 

@@ -132,9 +132,7 @@ def frames() -> dict[str, FrameVector]:
                 "re": 1,
                 "version": 1,
                 "features": ["nodes", "peers"],
-                "replicas": 1,
-                "domain": "rack7",
-                "replica_bandwidth": 500_000_000,
+                "copies": {"domain": "rack7", "bandwidth": 500_000_000},
             },
         ),
         "holds-copies": read(

@@ -196,6 +196,10 @@ def test_of_several_ranks_none_asks_again() -> None:
 # -- copies in the memory of other nodes
 
 
+ON: dict[str, Any] = {"copies": m.CopySettings()}
+RACK: dict[str, Any] = {"copies": m.CopySettings(domain="rack7")}
+
+
 def copies(*nodes: dict[str, Any]) -> list[tuple[int, tuple[int, ...], str]]:
     """Return the peer, the sources and the reason of each rank, given the settings of the
     daemon of each node. Each node has two ranks.
@@ -210,7 +214,7 @@ def copies(*nodes: dict[str, Any]) -> list[tuple[int, tuple[int, ...], str]]:
 
 
 def test_each_rank_learns_where_its_copies_go_and_whose_copies_come() -> None:
-    assert copies({"replicas": 1}, {"replicas": 1}, {"replicas": 1}) == [
+    assert copies(ON, ON, ON) == [
         (2, (4,), ""), (3, (5,), ""), (4, (0,), ""), (5, (1,), ""), (0, (2,), ""), (1, (3,), ""),
     ]  # fmt: skip
 
@@ -222,9 +226,15 @@ def test_copies_are_off_by_default() -> None:
 @pytest.mark.parametrize(
     ("nodes", "why"),
     [
-        (({"replicas": 1}, {}), "is set to replicas = 0, and others to 1: set the same on all"),
         (
-            ({"replicas": 1, "domain": "rack7"}, {"replicas": 1, "domain": "rack7"}),
+            (ON, {}),
+            "is set to replicas = 0, and others to 1: set the same on all",
+        ),
+        (
+            (
+                RACK,
+                RACK,
+            ),
             "all 2 nodes are in the domain 'rack7', and none could hold the copies of another one",
         ),
     ],
