@@ -618,13 +618,13 @@ def test_the_frames_have_every_field_of_every_message_and_of_the_maps_in_them() 
     ] == []
 
 
-INSIDE = {"held": "segment", "segments": "segment", "candidates": "candidate"}
+INSIDE = {"owed": "due", "held": "segment", "segments": "segment", "candidates": "candidate"}
 
 
 def collect(rule: str, value: dict[str, Any], found: dict[str, set[str]]) -> None:
     found.setdefault(rule, set()).update(value)
     for field, inner in value.items():
-        if isinstance(inner, dict) and field in ("cost", "node", "holding", "answer"):
+        if isinstance(inner, dict) and field in ("cost", "node", "holding", "answer", "copies"):
             collect(field, inner, found)
         for one in inner if isinstance(inner, list) else ():
             if isinstance(one, dict):
