@@ -82,6 +82,8 @@ _COPY_POINTS = ("agent.copy.offered", "agent.copy.sealed", "agent.copy.confirmed
 LIVES_IN_A_PLACE = 20
 _SECONDS = 60.0
 """Seconds in which what must happen has to happen on a machine that is busy."""
+_TTL_SECONDS = 40.0
+"""`memory_ttl` of the daemons, after which nothing is left of a job that has ended."""
 
 Where = Callable[..., AbstractContextManager[tuple[Nodes, dict[str, str]]]]
 
@@ -486,7 +488,11 @@ def _settle(
     for node, domain in zip(place, domains, strict=True):
         if chance.random() < 0.5:
             node.put_stage()
-        node.home.environ |= {"CKPTD_REPLICAS": "1", "CKPTD_DOMAIN": domain}
+        node.home.environ |= {
+            "CKPTD_REPLICAS": "1",
+            "CKPTD_DOMAIN": domain,
+            "CKPTD_MEMORY_TTL": str(int(_TTL_SECONDS)),
+        }
         start(node, place)
     return Job(
         place, 1 if domains == DOMAINS_OF_PLACES[0] else chance.choice((1, 2)), environ, domains
@@ -523,12 +529,24 @@ def _close(job: Job, result: Result) -> None:
             return
         ranks.results()
         result.lost += check_memory(job)
-        if not holds(lambda: not any(node.segments() for node in job.place), _SECONDS):
+        if not holds(
+            lambda: not any(node.segments() for node in job.place), _SECONDS + _TTL_SECONDS
+        ):
             result.lost += [
-                f"{node.name} has {len(node.segments())} segments after the end of the job"
+                f"{node.name} keeps after the end of the job {', '.join(map(_name, node.segments()))}"
                 for node in job.place
                 if node.segments()
             ]
+
+
+def _name(segment: Path) -> str:
+    with segment.open("rb") as file:
+        header = read_header(file.fileno())
+    kind = "a copy of a slot" if header.peer_replica else "a slot"
+    return (
+        f"{kind} of rank {header.rank}, {header.state.name}, step {header.step} of attempt "
+        f"{header.attempt}"
+    )
 
 
 def main() -> int:
