@@ -533,7 +533,7 @@ def _close(job: Job, result: Result) -> None:
             lambda: not any(node.segments() for node in job.place), _SECONDS + _TTL_SECONDS
         ):
             result.lost += [
-                f"{node.name} keeps after the end of the job {', '.join(map(_name, node.segments()))}"
+                f"{node.name} keeps {', '.join(map(_name, node.segments()))} of an ended job"
                 for node in job.place
                 if node.segments()
             ]
