@@ -199,6 +199,7 @@ class Orphans:
         self._steps.end(job, owner, "ended")
         self._save_owed(job)
         self._steps.release_replaced(job)
+        self._copies.settle(job)
         return job
 
     def _save_owed(self, job: Job) -> None:

@@ -153,7 +153,7 @@ class PeerCopies:
             )
         except (QuotaExceeded, SharedMemoryFull, StorageError) as error:
             return str(error)
-        if request.attempt != job.attempt:
+        if request.attempt != job.attempt or not job.ranks.is_here(owner):
             self._slots.release(slot)
             return f"attempt {request.attempt} has ended"
         job.receiving[slot.name] = (key, rank)
@@ -306,7 +306,8 @@ class PeerCopies:
 
     def settle(self, job: Job) -> None:
         """Free the peer replicas that nothing needs any more: those of earlier attempts,
-        and all once the ranks of this node have closed their agents.
+        and all once the ranks of this node have closed their agents. Once no rank is left
+        on this node, release the segments without a whole copy, too.
         """
         self.free(job, peer_replicas.outlived(job))
         if job.ranks.are_closed:
@@ -317,8 +318,7 @@ class PeerCopies:
         used any more. Return True if there were any replicas.
         """
         freed = [self._forget(job, replica) for replica in replicas]
-        if freed:
-            self._release_unused(job)
+        self._release_unused(job)
         return bool(freed)
 
     @staticmethod
@@ -332,6 +332,8 @@ class PeerCopies:
         """Release the segments that hold and receive no copy, if their attempt or the
         work of the ranks of this node is over.
         """
+        if not job.ranks.owners:
+            job.receiving.clear()  # a rank that ends in the middle of a copy gives nothing back
         used = {*job.receiving}
         for replica in job.peer_replicas.values():
             used.update(seal.segment for seal in replica.seals.values())

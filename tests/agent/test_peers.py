@@ -349,3 +349,22 @@ def test_no_thread_of_copies_is_left_when_the_interpreter_exits() -> None:
     """A thread that returned from gloo after that would abort the process."""
     done = subprocess.run([sys.executable, "-c", EXIT], capture_output=True, text=True, timeout=300)
     assert (done.stdout, done.returncode) == ("['MainThread']\n", 3), done.stderr
+
+
+# -- the job ends
+
+
+def close_during_a_copy(step: int) -> None:
+    """Close the agent once a snapshot is durable, and its copy is still under way."""
+    HERE["agent"].snapshot(state_of(step), step=step).wait("durable", timeout=60)
+    HERE["agent"].close()
+
+
+def test_a_copy_that_the_end_of_the_job_interrupts_leaves_no_segment() -> None:
+    with (
+        nodes(3, environ={**REPLICAS, "CKPTD_REPLICA_BANDWIDTH": "4k"}) as three,
+        Ranks(3) as ranks,
+    ):
+        ranks.call(begin, sockets(three, 0, 1, 2))
+        ranks.call(close_during_a_copy, 5)
+        until(lambda: not any(node.segments() for node in three), "end of all segments")
