@@ -540,6 +540,12 @@ def _left(job: Job) -> list[str]:
     knows whether the other nodes have, which may be never: those do not count.
     """
     found = list[str]()
+    newest = max(
+        report["attempt"]
+        for node in job.place
+        for report in node.daemon.status()["jobs"]
+        if report["job"] == JOB
+    )
     for node in job.place:
         for segment in node.segments():
             try:
@@ -547,7 +553,7 @@ def _left(job: Job) -> list[str]:
                     header = read_header(file.fileno())
             except FileNotFoundError:
                 continue
-            if header.peer_replica or header.attempt > max(job.came_back())[0]:
+            if header.peer_replica or header.attempt == newest:
                 found.append(
                     f"{node.name} keeps a {'copy' if header.peer_replica else 'slot'} of rank "
                     f"{header.rank}, {header.state.name}, step {header.step} of attempt "
