@@ -543,6 +543,7 @@ def _left(job: Job) -> list[str]:
     newest = max(
         report["attempt"]
         for node in job.place
+        if node.daemon is not None
         for report in node.daemon.status()["jobs"]
         if report["job"] == JOB
     )
