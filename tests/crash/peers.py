@@ -529,24 +529,38 @@ def _close(job: Job, result: Result) -> None:
             return
         ranks.results()
         result.lost += check_memory(job)
-        if not holds(
-            lambda: not any(node.segments() for node in job.place), _SECONDS + _TTL_SECONDS
-        ):
-            result.lost += [
-                f"{node.name} keeps {', '.join(map(_name, node.segments()))} of an ended job"
-                for node in job.place
-                if node.segments()
-            ]
+        holds(lambda: not _left(job), _SECONDS + _TTL_SECONDS)
+        result.lost += _left(job)
 
 
-def _name(segment: Path) -> str:
-    with segment.open("rb") as file:
-        header = read_header(file.fileno())
-    kind = "a copy of a slot" if header.peer_replica else "a slot"
-    return (
-        f"{kind} of rank {header.rank}, {header.state.name}, step {header.step} of attempt "
-        f"{header.attempt}"
+def _left(job: Job) -> list[str]:
+    """Return a sentence for each segment that the job has left in memory when it ended.
+
+    A node that has saved its part of a step of an earlier attempt keeps the slot until it
+    knows whether the other nodes have, which may be never: those do not count.
+    """
+    found = list[str]()
+    newest = max(
+        report["attempt"]
+        for node in job.place
+        if node.daemon is not None
+        for report in node.daemon.status()["jobs"]
+        if report["job"] == JOB
     )
+    for node in job.place:
+        for segment in node.segments():
+            try:
+                with segment.open("rb") as file:
+                    header = read_header(file.fileno())
+            except FileNotFoundError:
+                continue
+            if header.peer_replica or header.attempt == newest:
+                found.append(
+                    f"{node.name} keeps a {'copy' if header.peer_replica else 'slot'} of rank "
+                    f"{header.rank}, {header.state.name}, step {header.step} of attempt "
+                    f"{header.attempt}, of a job that has ended"
+                )
+    return found
 
 
 def main() -> int:
