@@ -68,6 +68,7 @@ OF_PROTOCOL: dict[type[Any], str] = {
     m.HeldSegment: "segment",
     m.RecoveryCandidate: "candidate",
     m.Due: "due",
+    m.CopySettings: "copies",
     m.TrainingCost: "cost",
     Membership: "node",
     Holding: "holding",

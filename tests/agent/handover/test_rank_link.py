@@ -29,6 +29,7 @@ from ckptd.shared.errors import (
     StructureChanged,
 )
 from ckptd.shared.wire import messages as m
+from ckptd.shared.wire.channel import NoDaemon
 from ckptd.shared.wire.lifecycle import Event
 from tests.support.daemons import until
 from tests.support.fake_daemon import SECONDS, Connection, FakeDaemon, fake_daemon
@@ -139,7 +140,7 @@ def test_a_job_without_a_name_is_refused_and_the_other_ranks_hear_of_it(world: W
     world.daemon.refuse()
     with pytest.raises(DaemonUnreachable):
         world.linking(Listening()).result(SECONDS)
-    assert [type(one) for one in heard] == [InvalidRequest, DaemonUnreachable]
+    assert [type(one) for one in heard] == [InvalidRequest, NoDaemon]
 
 
 # -- news

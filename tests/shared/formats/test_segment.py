@@ -205,7 +205,7 @@ def test_a_newer_header_is_not_called_damaged(segment: int) -> None:
     os.pwrite(segment, _sealed_again(HEADER.encode(), 8, b"\x02"), 0)
     with pytest.raises(NewerFormat):
         read_header(segment)
-    os.pwrite(segment, _sealed_again(HEADER.encode(), 12, b"\x01"), ALIGN)
+    os.pwrite(segment, _sealed_again(HEADER.encode(), 12, b"\x02"), ALIGN)
     with pytest.raises(NewerFormat):
         read_header(segment)
 
