@@ -80,7 +80,9 @@ def train_on(socket: Path, sealed: Path) -> None:
     while True:
         step += 1
         agent.snapshot(trainers.expected(step), step=step, persist=False).wait("sealed")
-        sealed.write_text(str(step))
+        written = sealed.with_suffix(".new")
+        written.write_text(str(step))
+        written.replace(sealed)  # so that a reader never finds an empty file
 
 
 def test_what_was_sealed_survives_the_loss_of_the_node_while_the_trainer_trains_on(
@@ -89,12 +91,12 @@ def test_what_was_sealed_survives_the_loss_of_the_node_while_the_trainer_trains_
     told = place.path / "sealed"
     with running(place, forked=True) as daemon, Ranks(1) as ranks:
         ranks.begin(train_on, place.socket, told)
-        until(lambda: told.exists() and int(told.read_text() or 0) > 5, "steps in memory")
+        until(lambda: told.exists() and int(told.read_text()) > 5, "steps in memory")
         before = int(told.read_text())
         reply = drain(place.socket)
         after = int(told.read_text())
         assert (reply.owed, len(reply.saved)) == ([], 1)
-        until(lambda: int(told.read_text() or 0) > after, "further steps")
+        until(lambda: int(told.read_text()) > after, "further steps")
         ranks.kill(0)
         daemon.kill()
     shutil.rmtree(place.segments)
