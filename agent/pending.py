@@ -26,8 +26,8 @@ log = logging.getLogger("ckptd.agent")
 Milestone = Literal["staged", "sealed", "durable", "uploaded"]
 """A state that a snapshot reaches on its way, in order, and that a thread can wait for."""
 Goal = Literal[Milestone, "replicated"]
-"""What a thread can wait for: a milestone, or that the snapshot is in the memory of other
-nodes, too.
+"""A goal that a thread can wait for: a milestone, or a copy of the snapshot in the memory
+of other nodes.
 """
 PendingState = Literal[Milestone, "failed", "skipped"]
 

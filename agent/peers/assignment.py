@@ -8,9 +8,9 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Sequence
 
 MOST_PEERS = 8
-"""The ranks that one rank reads from."""
+"""The most ranks that one rank reads from."""
 MOST_READERS = 16
-"""The ranks that read from one rank, for each of which it runs a thread."""
+"""The most ranks that read from one rank, which runs a thread for each."""
 MOST_PAIRS = 1024
 """The pairs of ranks in a job that read from one another.
 

@@ -26,7 +26,7 @@ log = logging.getLogger("ckptd.agent")
 _MOST_WANTED = 64
 """The parts that one rank names as lacking, so that the message stays short."""
 _END_SECONDS = 5.0
-"""How long to wait for the threads that serve readers, after all ranks have loaded.
+"""Seconds that the threads that serve readers have to end, after all ranks have loaded.
 
 They have usually ended by then. A thread whose connection is interrupted ends by itself
 later, and holds the memory of the slots until then.

@@ -24,7 +24,7 @@ from ckptd.shared.formats.plan import ChunkRange
 from ckptd.shared.system.failpoints import failpoint
 
 SECONDS = 60.0
-"""How long a peer may take to connect, or to send or receive what is under way."""
+"""Seconds that a peer has to connect, and to send or receive each message."""
 _UNDER_WAY = 8
 """The chunks that are requested at the same time over one connection."""
 _REQUEST = struct.Struct("<IIQ")

@@ -167,11 +167,13 @@ class Recovery:
                 "shows how far they are",
             ):
                 said = self._all("deliver", self._deliver, DELIVER_SECONDS)
-                delivered, before, absent = _delivered(said)
+                delivered, absent = _delivered(said)
                 # A node that was part of the attempt may have lost its memory since. Whether
                 # it has delivered is known from storage alone.
-                if absent or (before and any(one["copies"] for one in said)):
-                    said = self._all("deliver-for", lambda: self._deliver(before), DELIVER_SECONDS)
+                if absent or (delivered and any(one["copies"] for one in said)):
+                    said = self._all(
+                        "deliver-copies", lambda: self._deliver(copies=True), DELIVER_SECONDS
+                    )
                     missing = absent.difference(*(one["ranks"] for one in said))
                     delivered = 0 if missing else delivered
             self._all(
@@ -320,21 +322,21 @@ class Recovery:
             "then call recover() again"
         )
 
-    def _deliver(self, ranks: Sequence[int] = ()) -> dict[str, Any]:
+    def _deliver(self, *, copies: bool = False) -> dict[str, Any]:
         """Have this node's daemon save what it holds in memory, because ranks on other
         nodes can read it from storage only.
 
         Once all nodes have delivered, the daemon of rank 0 decides which checkpoints
         are complete, before the other ranks look for them.
 
-        ranks: none to save the memory of this node's own ranks, or all ranks of the attempt
-        before, to save the copies of those whose nodes have not delivered.
+        copies: True to save the copies of ranks of other nodes instead, if these nodes
+        have not delivered.
         """
         welcome = self._client.welcome
-        if ranks and PEERS not in welcome.features:
+        if copies and PEERS not in welcome.features:
             return {"ranks": []}
         done, _ = self._client.call(
-            lambda n: m.Deliver(id=n, absent=list(ranks)), m.Delivered, DELIVER_SECONDS
+            lambda n: m.Deliver(id=n, copies=copies), m.Delivered, DELIVER_SECONDS
         )
         return {
             "attempt": done.attempt,
@@ -450,14 +452,13 @@ def _some(keys: Collection[Any]) -> str:
     return ", ".join(map(str, list(keys)[:3])) + (f" and {more} more" if more > 0 else "")
 
 
-def _delivered(said: list[dict[str, Any]]) -> tuple[int, Sequence[int], set[int]]:
-    """Return the last attempt that the daemons of these ranks know, all its ranks, and
-    those that none of them had.
+def _delivered(said: list[dict[str, Any]]) -> tuple[int, set[int]]:
+    """Return the last attempt that the daemons of these ranks know, and its ranks that
+    none of them had.
     """
     last = max(said, key=lambda one: int(one["attempt"]))
     here = {rank for one in said if one["attempt"] == last["attempt"] for rank in one["ranks"]}
-    everyone = range(last["world_size"])
-    return int(last["attempt"]), everyone, set(everyone) - here
+    return int(last["attempt"]), set(range(last["world_size"])) - here
 
 
 def _unseen(said: list[dict[str, Any]]) -> str:

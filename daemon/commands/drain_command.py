@@ -42,7 +42,7 @@ _PAUSE = 0.2  # seconds before a daemon that was lost is looked for again
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What has left this node, and what has not.
+    """The snapshots that have left this node, and those that have not.
 
     root: the root that is served or was named, or "" if it is not known. seconds: the
     deadline. saved: job and tag of what has left. owed: what has not; `more` counts

@@ -89,7 +89,7 @@ def status_text(status: dict[str, Any], columns: int | None = None) -> str:
         else ""
     )
     copies = (
-        f", of which {size_text(memory['replica_bytes'])} are copies of other nodes"
+        f", copies of other nodes among them: {size_text(memory['replica_bytes'])}"
         if memory.get("replica_bytes")
         else ""
     )

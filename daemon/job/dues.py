@@ -29,7 +29,7 @@ MOST_TEXT = 400
 
 @dataclass(frozen=True, slots=True)
 class UploadProgress:
-    """How far the uploads of a daemon with a stage are.
+    """The progress of the uploads of a daemon with a stage.
 
     refused: by job and tag, the reason why a checkpoint cannot be uploaded. problem: the
     reason why nothing is uploaded at present, or "". current: job and tag of the

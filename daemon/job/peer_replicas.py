@@ -7,8 +7,6 @@ that node is lost, and it is read by a recovery.
 
 from __future__ import annotations
 
-from collections.abc import Collection
-
 from ckptd.daemon.job.catalog import Job
 from ckptd.daemon.job.snapshot import Key, Snapshot
 from ckptd.shared.wire.board import MOST_STEPS
@@ -65,17 +63,14 @@ def needless(job: Job) -> list[Snapshot]:
     return [replica for replica in job.peer_replicas.values() if is_needless(job, replica)]
 
 
-def owed(job: Job, absent: Collection[int] | None = None) -> list[Snapshot]:
+def owed(job: Job) -> list[Snapshot]:
     """Return the peer replicas that this node must save because nobody else may, oldest
     first: those of `unsaved` that are not being saved.
-
-    absent: the ranks whose nodes are lost, or None if no node is known to live.
     """
     return [
         replica
         for replica in unsaved(job)
         if replica.state in (SnapshotState.SEALED, SnapshotState.FAILED)
-        and (absent is None or set(replica.ranks) <= set(absent))
     ]
 
 

@@ -36,7 +36,7 @@ MOST_LISTED = 500
 
 
 class DrainUnderWay:
-    """One drain of a daemon, of one job or of all."""
+    """A drain of one job of a daemon, or of all its jobs."""
 
     def __init__(self, parts: Components, job: str, seconds: float) -> None:
         """job: the name of the job, or "" for all jobs. seconds: the time to wait."""

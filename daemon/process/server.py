@@ -408,8 +408,8 @@ class Connection:
             case m.Heard():
                 engine.take_answer(owner, request.attempt, request.answer)
             case m.Deliver():
-                if request.absent:
-                    ranks = await service.deliver_for(owner.job, request.absent)
+                if request.copies:
+                    ranks = await service.deliver_copies(owner.job)
                     return m.Delivered(re=request.id, ranks=ranks), ()
                 earlier = await service.deliver(owner.job)
                 return m.Delivered(

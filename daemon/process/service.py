@@ -240,15 +240,14 @@ class Service:
             await self._parts.uploader.upload_newest(job)
         return job.earlier
 
-    async def deliver_for(self, job_name: str, absent: Sequence[int]) -> list[int]:
+    async def deliver_copies(self, job_name: str) -> list[int]:
         """Save the peer replicas of the attempts before on behalf of nodes that have not
         delivered: they are lost, or have lost their memory.
 
-        absent: ranks of the attempt before. Return those of them whose peer replicas this
-        node holds, and that are delivered.
+        Return the ranks whose peer replicas this node holds, and that are delivered.
         """
         job = self._parts.catalog.job(job_name)
-        owed = [s for s in peer_replicas.owed(job, absent) if s.attempt < job.attempt]
+        owed = [s for s in peer_replicas.owed(job) if s.attempt < job.attempt]
         await self._deliver(job, owed)
         return sorted(
             {

@@ -49,8 +49,8 @@ class Holding(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     replicas: for each step in `held`, digests of the tensors that ranks of the node
         share with ranks of other nodes.
     wanted: the steps in `held` that are to be copied to peers.
-    hosted: for each step of which this node holds whole peer replicas, the lowest rank
-        of each node that they are copies of.
+    hosted: for each step, the lowest rank of each node whose whole snapshot this node
+        holds a copy of; left out if there is none.
     alone: the reason why this node makes no peer replicas any more, or "".
     drained: the steps in `held` that a drain of this node has asked for.
     """
@@ -161,7 +161,7 @@ def answer(nodes: Mapping[str, Holding], before: Answer) -> Answer:
 
 
 def _copied(nodes: Collection[Holding], common: Collection[int]) -> set[int]:
-    """Return the common steps of which every node has a whole copy on another node."""
+    """Return the common steps that every node has copied whole to another node."""
     leaders = {node.ranks[0] for node in nodes if node.ranks}
     return {
         step

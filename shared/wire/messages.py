@@ -252,20 +252,19 @@ class Deliver(Request, frozen=True, kw_only=True, tag="deliver"):
 
     The reply comes once that is done. Only for jobs of several nodes.
 
-    `absent`: ranks of the attempt before, whose nodes may be lost or may have lost their
-    memory. If there are any, the request is to save the peer replicas of these ranks
-    instead, as far as their nodes have not delivered.
+    `copies`: True to save the peer replicas of earlier attempts instead, if their own
+    nodes have not delivered: these may be lost, or may have lost their memory.
     """
 
-    absent: Annotated[list[Rank], msgspec.Meta(max_length=MOST_RANKS)] = []
+    copies: bool = False
 
 
 class Delivered(Reply, frozen=True, kw_only=True, tag="delivered"):
     """The reply to Deliver.
 
     `attempt` is the attempt before this one in which this daemon had `ranks`, or 0 if
-    it knows of none. In the reply to a request with `absent`, `ranks` are those of them
-    whose peer replicas this daemon has delivered.
+    it knows of none. In the reply to a request with `copies`, `ranks` are those whose peer
+    replicas this daemon has delivered.
 
     `world_size`: the ranks of that attempt.
     """

@@ -426,7 +426,7 @@ def test_copies_come_before_the_save_and_are_not_the_save() -> None:
 
 
 def test_a_snapshot_that_is_replaced_in_memory_may_still_be_copied() -> None:
-    """It stays in memory while it is copied, although it can no longer become durable."""
+    """Check that it is still waited for: its slot is kept while it is copied."""
     pending = to_be_copied(*TO_DURABLE[:3], persist=False)
     pending.supersede()
     assert waits(pending, "replicated") == "step 5 is sealed, not replicated, after 0.0 s"

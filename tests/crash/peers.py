@@ -53,7 +53,7 @@ ANOTHER = (
     "one node, and later, after the job has begun again and has replicated a step, another one"
 )
 APART = "two nodes at once that hold no copies of each other"
-TOGETHER = "two nodes at once, one of which holds the copies of the other"
+TOGETHER = "two nodes at once, if one holds the copies of the other"
 DOMAIN = "a whole domain, if all nodes have one"
 DOMAINS = "two domains at once"
 ALL = "all nodes"
@@ -90,7 +90,7 @@ Where = Callable[..., AbstractContextManager[tuple[Nodes, dict[str, str]]]]
 
 @dataclass
 class Life:
-    """One attempt of the job.
+    """An attempt of the job.
 
     `here`: the numbers of its nodes. `to`: the node that holds the copies of each node;
     empty if there are none. `lost`: the nodes whose memory was lost since, or was out of

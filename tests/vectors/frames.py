@@ -148,9 +148,9 @@ def frames() -> dict[str, FrameVector]:
             "an answer with the fields of peer replicas",
             heard | {"answer": {"replicating": 900, "replicated": [700, 800], "alone": "slow"}},
         ),
-        "deliver-absent": read(
-            "a Deliver for ranks whose nodes are gone",
-            {"type": "deliver", "id": 15, "absent": [2, 3]},
+        "deliver-copies": read(
+            "a Deliver for copies",
+            {"type": "deliver", "id": 15, "copies": True},
         ),
         "segments-remark": read(
             "Segments on the disk",

@@ -1,4 +1,4 @@
-"""Which rank each rank reads a part from."""
+"""Test the choice of the rank from which each rank reads a part."""
 
 from __future__ import annotations
 

@@ -169,11 +169,9 @@ def test_a_snapshot_that_is_copied_is_not_settled() -> None:
 # -- what is saved on behalf of another node
 
 
-def test_copies_after_the_newest_durable_step_are_owed_if_their_node_is_absent() -> None:
+def test_copies_after_the_newest_durable_step_are_owed() -> None:
     made = job(replica(4), replica(5), replica(6), durable=4)
     assert steps(peer_replicas.owed(made)) == [5, 6]
-    assert steps(peer_replicas.owed(made, absent=[0, 1, 9])) == [5, 6]
-    assert steps(peer_replicas.owed(made, absent=[0])) == []
 
 
 @pytest.mark.parametrize(

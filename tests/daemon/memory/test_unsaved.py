@@ -378,7 +378,7 @@ def test_every_step_of_several_nodes_counts_that_the_ranks_of_this_node_have_sea
 def test_memory_that_a_daemon_uses_is_its_own_matter(
     place: Home, tmp_path: Path, memory: Path
 ) -> None:
-    """That of a named root must not pass for empty."""
+    """Check that the memory of a root that is named does not pass for empty."""
     segment(memory, "a", 7)
     with closing_at_end(os.open(memory, os.O_RDONLY | os.O_DIRECTORY)) as fd:
         fcntl.flock(fd, fcntl.LOCK_EX)

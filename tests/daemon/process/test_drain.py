@@ -198,7 +198,7 @@ def test_a_save_that_waits_for_another_one_says_so(place: Home) -> None:
 
 
 def test_the_deadline_may_be_over_at_once(place: Home) -> None:
-    """What is owed is then told, and is being saved."""
+    """Check that the reply names what is owed, which is then being saved."""
     with running(place, forked=True):
         agent = in_memory(place, 5)
         assert [due.step for due in drain(place.socket, seconds=0.0).owed] == [5]

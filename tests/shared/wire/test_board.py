@@ -61,7 +61,7 @@ def test_a_node_that_has_shown_nothing_holds_nothing_up() -> None:
 
 
 def test_no_step_is_replicated_any_more_once_a_copy_has_failed() -> None:
-    """Its slots may be free by then. A step that was replicated before stays so."""
+    """Check that a later copy does not count: the slots of the step may be free by then."""
     before = Answer(common=[1, 2], replicating=2, replicated=[1])
     held: dict[str, Any] = {"held": [1, 2], "wanted": [1, 2], "done": 2}
     ended = answer(
