@@ -494,7 +494,11 @@ class Job:
 
         A snapshot that all nodes have copied to their peers, or copy now, is needed until
         all have copied a newer one. Otherwise a node could be lost with the newer one.
+        While it is copied, this holds although it is durable: a node that freed it would
+        end the copies of the others, which may be slower.
         """
+        if snapshot.attempt == self.attempt and snapshot.step == self.answer.replicating:
+            return False
         if snapshot.node is None or snapshot.state is SnapshotState.DURABLE or snapshot.delivered:
             return snapshot.key < newest.key
         return self.is_durable_after(snapshot.key) or (

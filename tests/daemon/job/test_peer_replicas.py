@@ -158,6 +158,18 @@ def test_a_step_that_is_in_the_peers_keeps_its_slots_until_a_later_one_is(
     assert made.is_replaced(old, new) is replaced
 
 
+@pytest.mark.parametrize(("replicating", "replaced"), [(5, False), (6, True), (-1, True)])
+def test_a_durable_step_keeps_its_slots_while_any_node_still_copies_it(
+    replicating: int, replaced: bool
+) -> None:
+    made = job(answer=Answer(common=[5, 6], replicating=replicating), durable=5)
+    old, new = (
+        Snapshot("gpt", 2, step, f"step-{step:08d}.a0002", 4, True, state, node=HERE)
+        for step, state in ((5, SnapshotState.DURABLE), (6, SnapshotState.SEALED))
+    )
+    assert made.is_replaced(old, new) is replaced
+
+
 def test_a_snapshot_that_is_copied_is_not_settled() -> None:
     own = Snapshot("gpt", 2, 5, "step-00000005.a0002", 4, False, SnapshotState.SEALED, node=HERE)
     made = job()
