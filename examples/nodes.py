@@ -8,7 +8,6 @@ shared file system, or is the URL of an object store.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import shutil
 import socket
@@ -22,7 +21,7 @@ from typing import Any
 import psutil
 
 from ckptd.shared.location import Location
-from examples.runs import NOT_FOR_THE_TRAINER, SETTINGS, TRAINER, DemoFailed, Run
+from examples.runs import NOT_FOR_THE_TRAINER, SETTINGS, TRAINER, DemoFailed, Run, status_of
 
 _SPACES = (
     "--user",
@@ -132,18 +131,7 @@ class Node:
 
     def last_durable(self) -> dict[str, Any]:
         """Return the newest checkpoint that the daemon of this node knows."""
-        command = [
-            sys.executable,
-            "-m",
-            "ckptd.daemon",
-            "status",
-            "--json",
-            "--socket",
-            str(self.socket),
-        ]
-        jobs: list[dict[str, Any]] = json.loads(
-            subprocess.run(command, stdout=subprocess.PIPE).stdout
-        ).get("jobs", [])
+        jobs: list[dict[str, Any]] = status_of(self.socket).get("jobs", [])
         if not jobs or jobs[0]["last_durable"] is None:
             raise DemoFailed(f"the daemon of {self.name} knows no checkpoint")
         durable: dict[str, Any] = jobs[0]["last_durable"]

@@ -78,6 +78,13 @@ class Act:
         )
 
 
+def status_of(socket: Path) -> dict[str, Any]:
+    """Return what `ckptd status` reports of the daemon at this socket."""
+    command = [sys.executable, "-m", "ckptd.daemon", "status", "--json", "--socket", str(socket)]
+    said: dict[str, Any] = json.loads(subprocess.run(command, stdout=subprocess.PIPE).stdout)
+    return said
+
+
 class Run:
     """One training run in a root of its own.
 
@@ -178,16 +185,7 @@ class Run:
         """Return what `ckptd status` reports of the private daemon, or None if there is
         none.
         """
-        command = [
-            sys.executable,
-            "-m",
-            "ckptd.daemon",
-            "status",
-            "--json",
-            "--socket",
-            str(machine.private_socket(self.root)),
-        ]
-        said: dict[str, Any] = json.loads(subprocess.run(command, stdout=subprocess.PIPE).stdout)
+        said = status_of(machine.private_socket(self.root))
         return said if said.get("ready") else None
 
     def processes(self) -> list[psutil.Process]:
