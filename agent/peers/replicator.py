@@ -158,18 +158,15 @@ class Replicator:
             "%s; the training and its saves go on",
             error,
         )
-        self._report(max(self._step, 0), str(error)[:_MOST_REASON])
-
-    def _report(self, step: int, reason: str = "") -> None:
-        """Report a copy, or the reason why there is none, unless the daemon stays away."""
+        reason = str(error)[:_MOST_REASON]
         try:
             self._call(
-                lambda n: m.Replicated(id=n, attempt=self._attempt, step=step, reason=reason),
+                lambda n: m.CopyFailed(id=n, attempt=self._attempt, reason=reason),
                 m.Done,
                 DONE_SECONDS,
             )
-        except CkptdError as error:
-            log.debug("the daemon was not told of the copy of step %d: %s", step, error)
+        except CkptdError as unreported:
+            log.debug("the daemon was not told that copies have failed: %s", unreported)
 
     def _call(self, make: Make, kind: type[R], seconds: float) -> tuple[R, Sequence[Descriptor]]:
         """Call the daemon, again if it is restarted meanwhile. Raises its errors."""
@@ -210,7 +207,6 @@ class Replicator:
             sent = step
             send_slot(pair, self._source(step), pace)
             failpoint("agent.copy.confirmed")
-            self._report(step)
 
     def _source(self, step: int) -> SlotToSend:
         """Return the sealed slot of a step. Raises PeerLost if it is gone."""

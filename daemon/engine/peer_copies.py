@@ -2,8 +2,8 @@
 of this node copy their slots to their peers.
 
 The agents carry the bytes, and verify each chunk as it arrives. The daemon makes the
-segments for them within its quota, decides which copy may be overwritten, and keeps the
-slots that are being copied from being filled again. `peer_replicas.py` has the decisions.
+segments for them within its quota, and decides which copy may be overwritten.
+`peer_replicas.py` has the decisions.
 """
 
 from __future__ import annotations
@@ -70,17 +70,11 @@ class PeerCopies:
     # -- this node copies its slots to its peers
 
     def follow(self, job: Job, before: Answer) -> None:
-        """Act on an answer from the board: keep the slots that are to be copied, and tell
-        the ranks.
+        """Tell the ranks what an answer from the board says of the copies.
 
         before: the answer before that one.
         """
         answer = job.answer
-        snapshot = job.snapshot((job.attempt, answer.replicating))
-        if snapshot is None or not snapshot.in_memory or job.ranks.gone:
-            self._end_copying(job)
-        elif snapshot is not job.copying:
-            job.copying, job.copied = snapshot, set()
         if answer.alone and not before.alone:
             log_events.REPLICAS_OFF.log(
                 log, "job %s: there are no more copies in the memory of other nodes: %s",
@@ -97,27 +91,14 @@ class PeerCopies:
         if owner.notify is not None and news != _news(job, Answer()):
             owner.notify(news)
 
-    def copied(self, owner: Owner, attempt: int, step: int, reason: str) -> None:
-        """Record that a rank has copied its slot of a step to its peer, or the reason why
-        it could not. After a failure, the nodes make no more copies in this attempt.
+    def failed(self, owner: Owner, attempt: int, reason: str) -> None:
+        """Record why a rank could not copy its slot, or receive a copy. The nodes make no
+        more copies in this attempt.
         """
         job = self._catalog.job(owner.job)
-        if attempt != job.attempt:
-            return
-        if reason:
-            job.alone = job.alone or f"rank {owner.rank}: {reason}"
-            self._end_copying(job)
-        elif job.copying is not None and job.copying.step == step:
-            job.copied.add(owner.rank)
-            if job.copied.issuperset(job.copying.ranks):
-                self._end_copying(job)
-        self._steps.show(job)
-
-    def _end_copying(self, job: Job) -> None:
-        if job.copying is not None:
-            job.copying = None
-            self._steps.release_replaced(job)
-            job.moved.set()
+        if attempt == job.attempt and not job.alone:
+            job.alone = f"rank {owner.rank}: {reason}"
+            self._steps.show(job)
 
     # -- this node receives copies
 
@@ -308,9 +289,10 @@ class PeerCopies:
                 self._slots.release(slot)
 
     def end_attempt(self, job: Job) -> None:
-        """Forget what the ranks of the attempt before were copying and receiving."""
-        job.copying, job.alone = None, ""
-        job.copied.clear()
+        """Forget what the ranks of the attempt before were receiving, and why they made
+        no copies.
+        """
+        job.alone = ""
         job.receiving.clear()
         self._release_unused(job)
 

@@ -203,7 +203,6 @@ class Steps:
         """
         if owner.attempt == job.attempt:
             job.ranks.leave(owner, how)
-            job.copying = None
         self.perform(job, d.left(job, owner.attempt, owner.rank, how))
         for slot in self._slots.of(*owner.identity):
             if job.step_in(slot.name) is None:

@@ -247,9 +247,8 @@ class Job:
     `stored`: the parts of the last save, by rank, if this daemon has written them.
     `peer_replicas`: copies of snapshots of other nodes, by (attempt, step) and the lowest
     rank of the node. `receiving`: the step and the rank of each segment into which such a
-    copy is received. `copying`: the snapshot that the ranks of this node copy to their
-    peers, or None. `copied`: the ranks that have. `alone`: the reason why this node makes
-    no peer replicas any more in this attempt, or "".
+    copy is received. `alone`: the reason why this node makes no peer replicas any more in
+    this attempt, or "".
     `in_root`: with a stage, the checkpoints in the root, as far as they are known;
     `checkpoints` are then those of the stage.
     """
@@ -282,8 +281,6 @@ class Job:
     stored: dict[int, LastPart] = field(default_factory=dict)
     peer_replicas: dict[tuple[Key, int], Snapshot] = field(default_factory=dict)
     receiving: dict[str, tuple[Key, int]] = field(default_factory=dict)
-    copying: Snapshot | None = None
-    copied: set[int] = field(default_factory=set)
     alone: str = ""
     in_root: dict[str, StoredCheckpoint] = field(default_factory=dict)
     seq: int = 0
@@ -530,7 +527,7 @@ class Job:
         """Return True if nothing reads the snapshot's slots, and no save of it is
         running or still to come.
         """
-        return not (snapshot.holds or snapshot is self.copying) and (
+        return not snapshot.holds and (
             snapshot.state in (SnapshotState.DURABLE, SnapshotState.FAILED)
             or (snapshot.state is SnapshotState.SEALED and not snapshot.persist)
         )

@@ -436,8 +436,8 @@ class Connection:
                 return self._pass_on(request.id, [hosted])
             case m.Hosted():
                 await engine.copies.hosted(owner, request.segment)
-            case m.Replicated():
-                engine.copies.copied(owner, request.attempt, request.step, request.reason)
+            case m.CopyFailed():
+                engine.copies.failed(owner, request.attempt, request.reason)
             case m.ReportRecovery():
                 stored = engine.catalog.job(owner.job).durable(request.tag)
                 self._server.parts.recoveries.add(

@@ -421,14 +421,11 @@ class Hosted(Request, frozen=True, kw_only=True, tag="hosted"):
     segment: Name
 
 
-class Replicated(Request, frozen=True, kw_only=True, tag="replicated"):
-    """A report that this rank has copied its slot of `step` to its peer, or the reason
-    why it could not.
-    """
+class CopyFailed(Request, frozen=True, kw_only=True, tag="copy-failed"):
+    """The reason why this rank could not copy its slot to its peer, or receive a copy."""
 
     attempt: AttemptNumber
-    step: StepNumber
-    reason: Annotated[str, msgspec.Meta(max_length=65536)] = ""
+    reason: Annotated[str, msgspec.Meta(max_length=65536)]
 
 
 class ReportRecovery(Request, frozen=True, kw_only=True, tag="recovered"):
@@ -561,7 +558,7 @@ Message = (
     Hello | Welcome | Status | StatusReport | Begin | Began | Allocate | Segments | Replan
     | Acquire | Granted | Refused | Seal | Sealed | Abandon | Persist | Heard | Deliver
     | Delivered | Find | Found | Fetch | Fetched | Drain | Drained | Lend | Lent
-    | ReportRecovery | Forget | Forgotten | Host | Hosted | Replicated | Detach | Done
+    | ReportRecovery | Forget | Forgotten | Host | Hosted | CopyFailed | Detach | Done
     | Progress | Holds | Uploads | PeerReplicas | Waiting | Remark | Error
 )  # fmt: skip
 

@@ -81,7 +81,7 @@ REQUESTS: dict[tuple[SessionState, type[m.Request]], SessionState] = {
         for request in (
             m.Status, m.Allocate, m.Replan, m.Acquire, m.Seal, m.Abandon, m.Persist, m.Heard,
             m.Deliver, m.Find, m.Fetch, m.ReportRecovery, m.Forget, m.Drain, m.Lend, m.Host,
-            m.Hosted, m.Replicated,
+            m.Hosted, m.CopyFailed,
         )
     },
     (_A, m.Detach): SessionState.LEAVING,
@@ -108,7 +108,7 @@ REPLIES: dict[type[m.Request], type[m.Reply] | tuple[type[m.Reply], ...]] = {
     m.Lend: m.Lent,
     m.Host: (m.Granted, m.Segments, m.Refused),
     m.Hosted: m.Done,
-    m.Replicated: m.Done,
+    m.CopyFailed: m.Done,
     m.ReportRecovery: m.Done,
     m.Forget: m.Forgotten,
     m.Detach: m.Done,

@@ -37,6 +37,7 @@ class FakeClient:
     """A daemon that makes the segments that it is asked for, and keeps the requests.
 
     errors: raised by the next calls, in order. answer: replaces the answer to Host.
+    released: whether the segments made before are gone.
     """
 
     def __init__(self, shm: Path) -> None:
@@ -45,6 +46,7 @@ class FakeClient:
         self.requests: list[m.Request] = []
         self.errors: list[CkptdError] = []
         self.answer: Callable[[m.Host], m.Reply] | None = None
+        self.released = False
         self.made = 0
         self.last: list[Descriptor] = []
 
@@ -57,7 +59,7 @@ class FakeClient:
             return m.Done(re=0), ()
         if self.answer is not None:
             return self.answer(request), ()
-        if request.mapped:
+        if request.mapped and not self.released:
             return m.Granted(re=0, segment=request.mapped[0]), ()
         return self.new_segment(request)
 
@@ -105,12 +107,17 @@ class World:
         for each in (self.sender, self.receiver):
             each.follow(m.PeerReplicas(re=0, attempt=1, replicating=step, **news))
 
-    def reports(self, rank: int = 0) -> list[tuple[int, str]]:
-        return [(each.step, each.reason) for each in self.clients[rank].of(m.Replicated)]
+    def copied(self, number: int) -> None:
+        until(lambda: len(self.clients[1].of(m.Hosted)) >= number, "copies")
+        assert len(self.clients[1].of(m.Hosted)) == number
+        assert self.reports() == self.reports(1) == []
 
-    def reported(self, *reports: tuple[int, str], rank: int = 0) -> None:
-        until(lambda: len(self.reports(rank)) >= len(reports), "reports")
-        assert self.reports(rank) == list(reports)
+    def reports(self, rank: int = 0) -> list[str]:
+        return [each.reason for each in self.clients[rank].of(m.CopyFailed)]
+
+    def reported(self, reason: str, rank: int = 0) -> None:
+        until(lambda: bool(self.reports(rank)), "a report")
+        assert self.reports(rank) == [reason]
 
     def end(self) -> None:
         self.sender.end()
@@ -128,7 +135,7 @@ def world(shm: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
 
 def test_the_step_that_the_daemon_names_is_copied(world: World) -> None:
     world.copy(5)
-    world.reported((5, ""))
+    world.copied(1)
     (host,), (hosted,) = world.clients[1].of(m.Host), world.clients[1].of(m.Hosted)
     assert (host.rank, host.attempt, host.step, host.chunk_size) == (0, 1, 5, MIN_CHUNK)
     assert host.capacity <= CAPACITY
@@ -142,45 +149,39 @@ def test_the_step_that_the_daemon_names_is_copied(world: World) -> None:
 
 def test_a_segment_that_is_mapped_is_used_again(world: World) -> None:
     world.copy(5)
-    world.reported((5, ""))
+    world.copied(1)
     world.copy(-1)
     fill(world.slots[5], 6)
     world.slots[6] = world.slots[5]
     world.copy(6)
-    world.reported((5, ""), (6, ""))
+    world.copied(2)
     assert [host.mapped for host in world.clients[1].of(m.Host)] == [[], ["copy-1"]]
 
 
 def test_a_segment_that_the_daemon_has_released_is_unmapped(world: World) -> None:
     world.copy(5)
-    world.reported((5, ""))
-    world.clients[1].answer = None
+    world.copied(1)
     first = world.clients[1].last
     (world.shm / "copy-1").unlink()
-    answered = world.clients[1].new_segment
-    world.clients[1].call = (  # type: ignore[method-assign]
-        lambda make, kind, timeout: (
-            answered(request) if isinstance(request := make(0), m.Host) else (m.Done(re=0), ())
-        )
-    )
+    world.clients[1].released = True
     fill(world.slots[5], 6)
     world.slots[6] = world.slots[5]
     world.copy(6)
-    world.reported((5, ""), (6, ""))
+    world.copied(2)
     assert [descriptor.closed for descriptor in first] == [True, True]
 
 
 def test_news_of_another_attempt_and_a_step_that_is_copied_change_nothing(world: World) -> None:
     world.sender.follow(m.PeerReplicas(re=0, attempt=2, replicating=5))
     world.copy(5)
-    world.reported((5, ""))
+    world.copied(1)
     world.copy(5)
     world.copy(3)
     world.copy(-1)
     fill(world.slots[5], 6)
     world.slots[6] = world.slots[5]
     world.copy(6)
-    world.reported((5, ""), (6, ""))
+    world.copied(2)
 
 
 def test_a_slot_that_was_replaced_before_its_copy_began_is_copied(world: World) -> None:
@@ -188,7 +189,7 @@ def test_a_slot_that_was_replaced_before_its_copy_began_is_copied(world: World) 
     world.sender.keep(slot)
     slot.forget()
     world.copy(5)
-    world.reported((5, ""))
+    world.copied(1)
 
 
 @pytest.mark.parametrize(
@@ -209,7 +210,7 @@ def test_a_daemon_that_is_restarted_meanwhile_is_asked_again(world: World) -> No
     world.clients[1].errors = [DaemonUnreachable("gone"), DaemonUnreachable("gone")]
     world.clients[0].errors = [DaemonUnreachable("gone")]
     world.copy(5)
-    world.reported((5, ""))
+    world.copied(1)
 
 
 # -- failures
@@ -240,8 +241,8 @@ def test_a_copy_without_a_segment_is_reported_once_by_both(
     world.clients[1].answer = answer
     with caplog.at_level(logging.WARNING, "ckptd.agent"):
         world.copy(5)
-        world.reported((5, reason))
-        world.reported((5, reason), rank=1)
+        world.reported(reason)
+        world.reported(reason, rank=1)
         world.copy(6)
         world.copy(7)
         until(lambda: not threads("ckptd-peer-"), "the end of the threads")
@@ -266,8 +267,8 @@ def test_a_segment_that_cannot_be_mapped_is_closed_and_reported(world: World) ->
     world.clients[1].new_segment = cut  # type: ignore[method-assign]
     world.copy(5)
     reason = "segment copy-1 has been cut short by another process"
-    world.reported((5, reason), rank=1)
-    world.reported((5, reason))
+    world.reported(reason, rank=1)
+    world.reported(reason)
     assert [descriptor.closed for descriptor in world.clients[1].last] == [True, True]
 
 
@@ -286,21 +287,22 @@ def test_a_segment_for_another_rank_is_given_back(world: World) -> None:
 
     world.clients[1].new_segment = other  # type: ignore[method-assign]
     world.copy(5)
-    world.reported((5, "segment copy-1 is not for copies of rank 0"))
+    world.reported("segment copy-1 is not for copies of rank 0")
     until(lambda: bool(world.clients[1].of(m.Abandon)), "the return of the segment")
     assert [each.segment for each in world.clients[1].of(m.Abandon)] == ["copy-1"]
 
 
 def test_a_slot_that_is_gone_is_reported(world: World) -> None:
     world.copy(9)
-    world.reported((9, "the slot of step 9 is no longer in memory"))
+    world.reported("the slot of step 9 is no longer in memory")
 
 
 def test_a_bug_is_logged_and_reported(world: World, caplog: pytest.LogCaptureFixture) -> None:
     world.found = lambda step: cast(MappedSlot, 1 // 0)
     world.copy(5)
-    world.reported((5, "ZeroDivisionError('integer division or modulo by zero'); the log of the "
-                       "training has more"))  # fmt: skip
+    world.reported(
+        "ZeroDivisionError('integer division or modulo by zero'); the log of the training has more"
+    )
     assert "Traceback" in caplog.text
 
 
@@ -308,22 +310,21 @@ def test_a_peer_that_does_not_come_is_reported(shm: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(replicator, "PAIR_SECONDS", 0.5)
     client = FakeClient(shm)
     alone = Replicator(cast(Client, client), new_store(), "peers", 0, 1, 1, [1], lambda step: None)
-    until(lambda: bool(client.of(m.Replicated)), "a report")
-    (report,) = client.of(m.Replicated)
-    assert report.step == 0
+    until(lambda: bool(client.of(m.CopyFailed)), "a report")
+    (report,) = client.of(m.CopyFailed)
     assert report.reason.startswith("the connection with a peer has failed: ")
     alone.end()
 
 
 def test_nothing_is_reported_after_the_end(world: World) -> None:
     world.copy(5)
-    world.reported((5, ""))
+    world.copied(1)
     world.end()
     world.end()
     world.copy(6)
     until(lambda: not threads("ckptd-peer-"), "the end of the threads")
-    assert world.reports() == [(5, "")]
-    assert world.reports(1) == []
+    assert [world.reports(rank) for rank in (0, 1)] == [[], []]
+    assert len(world.clients[1].of(m.Hosted)) == 1
 
 
 def test_a_daemon_that_stays_away_does_not_hear_of_a_failure(

@@ -139,11 +139,11 @@ class Node:
             await self.copies.hosted(self.owner, slot.name)
         return slots
 
-    def hold(self, step: int) -> Snapshot:
+    def hold(self, step: int, state: SnapshotState = SnapshotState.SEALED) -> Snapshot:
         """Hold a whole snapshot of the ranks of this node."""
         made = Snapshot(
             "gpt", self.job.attempt, step, self.tag(step), 4, persist=False, node=HERE,
-            state=SnapshotState.SEALED, replicate=True,
+            state=state, replicate=True,
         )  # fmt: skip
         made.seals = {
             rank: RankSeal(rank, f"{step}/{rank}", 1, b"", checks=[]) for rank in HERE.ranks
@@ -487,63 +487,30 @@ async def test_a_segment_into_which_nothing_is_received_is_not_found(node: Node)
 # -- this node copies its slots
 
 
-def test_the_slots_of_a_step_that_is_copied_are_kept(node: Node) -> None:
-    snapshot = node.hold(5)
-    node.follow(common=[5], replicating=5)
-    assert node.job.copying is snapshot
-    assert not node.job.is_settled(snapshot)
-
-
 def test_the_slots_are_kept_until_the_nodes_copy_another_step(node: Node) -> None:
-    node.hold(5)
-    later = node.hold(6)
+    kept, _ = node.hold(5, SnapshotState.DURABLE), node.hold(6)
     node.follow(common=[5], replicating=5)
-    node.job.copied.add(2)
-    node.follow(common=[5, 6], replicating=6, replicated=[5])
-    assert (node.job.copying, node.job.copied) == (later, set())
-    node.follow(common=[5, 6], replicated=[5, 6])
-    assert node.job.copying is None
-
-
-def test_a_step_that_this_node_does_not_hold_is_not_copied(node: Node) -> None:
-    node.follow(common=[5], replicating=5)
-    assert node.job.copying is None
-
-
-def test_a_rank_that_has_left_ends_the_copies(node: Node) -> None:
-    node.hold(5)
-    node.follow(common=[5], replicating=5)
-    node.job.ranks.leave(node.owners[1], "ended")
-    node.follow(common=[5], replicating=5)
-    assert node.job.copying is None
-
-
-def test_the_copies_of_a_step_end_once_all_ranks_have_copied_it(node: Node) -> None:
-    snapshot = node.hold(5)
-    node.follow(common=[5], replicating=5)
-    node.copies.copied(node.owners[0], 2, 5, "")
-    node.copies.copied(node.owners[1], 2, 4, "")  # an earlier step
-    node.copies.copied(node.owners[1], 1, 5, "")  # an earlier attempt
-    assert node.job.copying is snapshot
+    assert kept.in_memory
     node.job.moved.clear()
-    node.copies.copied(node.owners[1], 2, 5, "")
-    assert node.job.copying is None
+    node.follow(common=[5, 6], replicating=6, replicated=[5])
+    assert not kept.in_memory
     assert node.job.moved.is_set()
 
 
 def test_a_rank_that_cannot_copy_its_slot_ends_all_copies(node: Node) -> None:
     node.hold(5)
     node.follow(common=[5], replicating=5)
-    node.copies.copied(node.owners[1], 2, 5, "the peer is gone")
-    node.copies.copied(node.owners[0], 2, 5, "another reason")
-    assert node.job.copying is None
+    node.copies.failed(node.owners[1], 1, "an earlier attempt")
+    assert node.job.alone == ""
+    node.copies.failed(node.owners[1], 2, "the peer is gone")
+    node.copies.failed(node.owners[0], 2, "another reason")
     assert node.job.alone == "rank 3: the peer is gone"
     assert node.owner.shown is not None
     assert node.owner.shown.alone == "rank 3: the peer is gone"
 
 
 def test_other_nodes_are_shown_a_failure_that_comes_late(node: Node) -> None:
-    node.copies.copied(node.owner, 2, 5, "the peer is gone")
+    node.copies.failed(node.owner, 2, "the peer is gone")
     assert node.owner.shown is not None
     assert node.owner.shown.alone == "rank 2: the peer is gone"
 
@@ -634,13 +601,12 @@ async def test_a_new_attempt_keeps_whole_copies_and_releases_the_rest(node: Node
     whole, (half,) = await node.copy(5), [await node.receive(0, step=6)]
     node.hold(6)
     node.follow(common=[6], replicating=6)
-    node.copies.copied(node.owners[1], 2, 6, "")
-    node.copies.copied(node.owner, 2, 6, "the peer is gone")
+    node.copies.failed(node.owner, 2, "the peer is gone")
     node.begin_attempt(3)
     assert node.replicas() == {5: SnapshotState.SEALED}
     assert set(node.slots.slots) == {slot.name for slot in whole}
     assert half.released
-    assert (node.job.copying, node.job.copied, node.job.alone) == (None, set(), "")
+    assert node.job.alone == ""
 
 
 async def test_copies_of_an_earlier_attempt_go_once_a_newer_snapshot_is_safe(node: Node) -> None:

@@ -170,14 +170,6 @@ def test_a_durable_step_keeps_its_slots_while_any_node_still_copies_it(
     assert made.is_replaced(old, new) is replaced
 
 
-def test_a_snapshot_that_is_copied_is_not_settled() -> None:
-    own = Snapshot("gpt", 2, 5, "step-00000005.a0002", 4, False, SnapshotState.SEALED, node=HERE)
-    made = job()
-    assert made.is_settled(own)
-    made.copying = own
-    assert not made.is_settled(own)
-
-
 # -- what is saved on behalf of another node
 
 

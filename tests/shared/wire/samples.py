@@ -40,7 +40,7 @@ REQUESTS: tuple[m.Request, ...] = (
         mapped=[HELD.segment],
     ),
     m.Hosted(id=19, segment=HELD.segment),
-    m.Replicated(id=20, attempt=2, step=1000, reason="the peer is gone"),
+    m.CopyFailed(id=20, attempt=2, reason="the peer is gone"),
     m.ReportRecovery(
         id=16,
         step=1000,

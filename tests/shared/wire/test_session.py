@@ -108,7 +108,7 @@ def test_the_table_is_the_one_of_the_document() -> None:
                 "ReportRecovery",
                 "Host",
                 "Hosted",
-                "Replicated",
+                "CopyFailed",
             )
         ),
         (SessionState.ATTACHED, "Detach", SessionState.LEAVING),
@@ -223,7 +223,7 @@ def test_replies_lead_to_the_states_of_the_document() -> None:
         "Fetch": ["Fetched"], "ReportRecovery": ["Done"], "Forget": ["Forgotten"],
             "Detach": ["Done"], "Heard": ["Done"], "Deliver": ["Delivered"], "Lend": ["Lent"],
         "Drain": ["Drained"], "Host": ["Granted", "Segments", "Refused"], "Hosted": ["Done"],
-        "Replicated": ["Done"],
+        "CopyFailed": ["Done"],
     }  # fmt: skip
 
 
