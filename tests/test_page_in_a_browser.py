@@ -258,6 +258,15 @@ def test_a_save_shows_its_rate_and_the_time_left(scene: Scene) -> None:
     assert window.run("return document.querySelector('td .meter i').style.width") == "25%"
 
 
+def test_steps_in_other_nodes_are_shown(scene: Scene) -> None:
+    found = scene.daemon.status()
+    (job,) = found["jobs"]
+    found["jobs"] = [{**job, "replicated": 1234, "replicas_off": HOSTILE}]
+    scene.status = lambda: found
+    window = scene.open("overview", ", step 1,234 in other nodes too, no more copies: ")
+    assert window.run("return document.querySelectorAll('img').length") == 0
+
+
 def test_a_daemon_that_is_gone_is_said_to_be(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(overview, "SILENT_SECONDS", 1.0)
 

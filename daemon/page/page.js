@@ -301,6 +301,13 @@ function progress(one) {
   return known(one.seconds_left) ? `${done}, ${span(one.seconds_left)} left` : done;
 }
 
+/** Word the newest step that is in the memory of other nodes too, and why there are no more copies. */
+function copied(job) {
+  const newest = known(job.replicated) ? `, step ${count(job.replicated)} in other nodes too` : "";
+  const why = job.replicas_off ? `, no more copies: ${job.replicas_off}` : "";
+  return newest + why ? el("span", { class: "quiet" }, newest + why) : null;
+}
+
 function jobRow(job) {
   const durable = job.last_durable, sealed = job.last_sealed, error = job.last_error;
   const saving = job.saving || [];
@@ -311,7 +318,7 @@ function jobRow(job) {
       el("span", { class: "quiet" }, `attempt ${job.attempt}`))),
     cell("Ranks", job.ranks_connected ? count(job.ranks_connected) : "not running", "n"),
     cell("Newest durable", durable ? [`step ${count(durable.step)}`, " ", el("span", { class: "quiet" }, ago(durable.age_seconds))] : "none"),
-    cell("In memory", sealed ? `step ${count(sealed.step)}` : "none"),
+    cell("In memory", [sealed ? `step ${count(sealed.step)}` : "none", copied(job)], "wrap"),
     cell("Saving", saving.length
       ? saving.map((one) => el("span", {}, progress(one), known(one.bytes_per_second) ? `, ${size(one.bytes_per_second)}/s` : "",
         meter(one.done_bytes / Math.max(one.total_bytes, 1), `${one.tag} saved`)))

@@ -384,7 +384,7 @@ def _panel(view: View, job: Mapping[str, Any], columns: int) -> list[Text]:
         newest += _size(trend)
     room = job["room_for"]
     facts: list[tuple[str, str | Text]] = [
-        ("in memory", "-" if sealed is None else f"step {_step(sealed)}"),
+        ("in memory", "-" if sealed is None else f"step {_step(sealed)}{_copied(job)}"),
         ("on storage", newest + ("" if room is None else f"; room for {room:,d} more")),
     ]
     facts += [("saving", _save_text(saving)) for saving in job.get("saving", ())]
@@ -403,6 +403,13 @@ def _panel(view: View, job: Mapping[str, Any], columns: int) -> list[Text]:
         for number, part in enumerate(parts):
             lines.append(Text.assemble(f"  {name if not number else '':<12}", (part, text.style)))
     return lines
+
+
+def _copied(job: Mapping[str, Any]) -> str:
+    """Return the newest step in the memory of other nodes, as text, or ""."""
+    step, why = job.get("replicated"), job.get("replicas_off")
+    newest = "" if step is None else f"; step {step:,d} in other nodes too"
+    return newest + (f"; no more copies: {why}" if why else "")
 
 
 def _size(trend: Trend) -> str:

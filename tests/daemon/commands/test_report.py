@@ -166,6 +166,33 @@ def test_what_waits_and_what_cannot_be_uploaded_is_told(
     assert stage_lines(IDLE | changes, " (9 GB free)") == [f"  {line}" for line in lines]
 
 
+@pytest.mark.parametrize(
+    ("changes", "lines"),
+    [
+        ({}, []),
+        ({"replicated": None, "replicas_off": None, "peer_replicas": []}, []),
+        (
+            {"replicated": 7, "peer_replicas": [{"ranks": [2, 3]}, {"ranks": [5, 2]}]},
+            [
+                "REPLICAS       gpt: step 7 is in the memory of other nodes; copies of "
+                "ranks 2, 3, 5 are here"
+            ],
+        ),
+        (
+            {"replicas_off": "rank 1: the peer is gone", "peer_replicas": [{"ranks": [2]}]},
+            [
+                "REPLICAS       gpt: no step is in the memory of other nodes; copies of rank 2 "
+                "are here",
+                "REPLICAS OFF   gpt: rank 1: the peer is gone",
+            ],
+        ),
+    ],
+)
+def test_copies_in_other_nodes_are_told(changes: dict[str, Any], lines: list[str]) -> None:
+    told = report._replica_lines({"job": "gpt", **changes})
+    assert list(told) == [f"  {line}" for line in lines]
+
+
 def counted(tensors: int) -> NonFinite:
     """Return the count of a part in which so many tensors have one value each."""
     return NonFinite.of([dict.fromkeys(range(tensors), 1)])

@@ -152,6 +152,24 @@ def test_the_last_error_is_shown_whole() -> None:
     assert f"step 360, 3 min ago: {reason.strip()}" in " ".join(text.split())
 
 
+@pytest.mark.parametrize(
+    ("changes", "shown"),
+    [
+        ({}, "step 400"),
+        ({"replicated": None, "replicas_off": None}, "step 400"),
+        ({"replicated": 390}, "step 400; step 390 in other nodes too"),
+        (
+            {"replicated": 390, "replicas_off": "rank 1: the peer is gone"},
+            "step 400; step 390 in other nodes too; no more copies: rank 1: the peer is gone",
+        ),
+        ({"replicas_off": "no domain"}, "step 400; no more copies: no domain"),
+    ],
+)
+def test_steps_in_other_nodes_are_shown(changes: dict[str, Any], shown: str) -> None:
+    drawn = lines(view(job_report(**changes)), 120, 40)
+    assert f"  in memory   {shown}" in [line.rstrip() for line in drawn]
+
+
 def test_jobs_with_ranks_come_first_and_a_job_without_a_checkpoint_says_so() -> None:
     jobs = [
         job_report("ended", ranks_connected=0, last_durable=None, room_for=None),
