@@ -511,6 +511,8 @@ class Slots:
                 names.check_name("job", header.job)
                 if header.boot_id != this_boot():
                     raise IntegrityError("it was made before this machine's last boot")
+                if header.state is SlotState.SEALED and header.step is None:
+                    raise IntegrityError("its header says sealed, and names no step")
                 size = os.fstat(fd).st_size
                 if size < header.file_length:
                     raise IntegrityError("it is cut short")

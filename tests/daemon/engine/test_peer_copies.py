@@ -10,6 +10,7 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -582,6 +583,15 @@ async def test_segments_without_a_copy_are_released_at_a_restart(node: Node) -> 
     await node.restart()
     assert node.replicas() == {6: SnapshotState.FILLING}
     assert list(node.slots.slots) == [late.name]
+
+
+async def test_a_sealed_copy_of_no_step_is_released_at_a_restart(node: Node) -> None:
+    slot = await node.receive(0)
+    header = read_header(slot.fd)
+    write_header(slot.fd, replace(header, generation=header.generation + 1, step=None))
+    await node.restart()
+    assert node.replicas() == {}
+    assert list(node.slots.slots) == []
 
 
 async def test_what_an_earlier_attempt_was_receiving_is_released_at_a_restart(node: Node) -> None:

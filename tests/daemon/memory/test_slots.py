@@ -738,6 +738,17 @@ def test_adopted_segments_count_for_the_quota(shm: Shm) -> None:
         slots.create(header(3))
 
 
+def test_adopt_removes_a_segment_that_says_sealed_and_names_no_step(
+    shm: Shm, caplog: pytest.LogCaptureFixture
+) -> None:
+    sealed = replace(header(), state=SlotState.SEALED, step=None)
+    bad, good = _left(shm, sealed, header(1))
+    slots = shm.open()
+    assert [slot.name for slot in slots.adopt()] == [good]
+    assert shm.files() == [good]
+    assert f"segment {bad} removed: its header says sealed, and names no step" in caplog.text
+
+
 def test_adopt_removes_segments_of_another_boot(shm: Shm) -> None:
     boot = bytes(16)
     assert boot != this_boot()
