@@ -19,8 +19,12 @@ from ckptd.daemon.process.rank_report import (
 from ckptd.shared.wire.lifecycle import SnapshotState
 
 
-def slot(name: str, rank: int, number: int = 0, attempt: int = 2) -> Any:
-    header = SimpleNamespace(job="gpt", attempt=attempt, rank=rank, slot=number)
+def slot(
+    name: str, rank: int, number: int = 0, attempt: int = 2, *, peer_replica: bool = False
+) -> Any:
+    header = SimpleNamespace(
+        job="gpt", attempt=attempt, rank=rank, slot=number, peer_replica=peer_replica
+    )
     return SimpleNamespace(name=name, nbytes=100 + number, header=header)
 
 
@@ -59,11 +63,12 @@ def test_jobs_with_connected_ranks_get_their_ranks_first_and_the_others_are_coun
     assert [found[name]["ranks_not_shown"] for name in ("job19", "job00", "job18")] == [7, 6, 70]
 
 
-def test_slots_of_earlier_attempts_are_left_out_and_those_without_an_owner_are_told() -> None:
+def test_slots_of_others_are_left_out_and_those_without_an_owner_are_told() -> None:
     job = made(owner(0))
-    found = ranks_report(
-        job, [slot("b", 0, 1), slot("a", 0), slot("c", 3), slot("d", 0, 2, 1)], 64
-    )["ranks"]
+    earlier, copy = slot("d", 0, 2, 1), slot("e", 0, 3, peer_replica=True)
+    found = ranks_report(job, [slot("b", 0, 1), slot("a", 0), slot("c", 3), earlier, copy], 64)[
+        "ranks"
+    ]
     free = {"state": "free", "step": None}
     assert [(each["rank"], each["connected"], each["slots"]) for each in found] == [
         (0, True, [{"bytes": 100, **free}, {"bytes": 101, **free}]),
