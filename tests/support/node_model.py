@@ -501,8 +501,6 @@ def _job(model: Model, number: int, node: NodeState, *, here: bool) -> Job:
         snapshot.state, snapshot.persist = _STATES[where], model.persist[step - 1]
         snapshot.replicate = bool(model.replicate) and model.replicate[step - 1]
         job.occupy(f"{step}", number, (1, step)).snapshot = snapshot
-        if here and step == job.answer.replicating != node.copied:
-            job.copying = snapshot
     before = (number - 1) % model.count
     for step in node.peers:
         replica = _snapshot(model, before, step)
