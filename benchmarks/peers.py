@@ -4,7 +4,9 @@ state out of the memory of its peer.
 
 `python -m benchmarks.peers [--megabytes N] [--rounds N]`. Two nodes with one rank each
 run on this machine, each with a daemon. The rate of the transport is that of the same
-kind of connection between the same two processes, measured in turn with the copies. The
+kind of connection between the same two processes, measured in turn with the rest: in both
+directions at once beside the copies, which each rank sends and receives, and in one
+direction beside the recovery, in which the other rank also reads its own memory. The
 replaced node recovers from its peer and, with the peer's memory gone too, from the disk,
 and from a disk that is slowed down to 0.2 GB/s.
 """
@@ -13,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import time
+from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -60,27 +63,29 @@ def connect() -> None:
     ]
 
 
-def transport(nbytes: int) -> float:
-    """Send `nbytes` to the other rank while as many come from it, and return the
+def transport(nbytes: int, senders: Sequence[int]) -> float:
+    """Send `nbytes` from each rank in `senders` to the other rank, and return the
     seconds.
     """
     rank, data = dist.get_rank(), HERE["state"]["weight"].to_local().view(torch.uint8).view(-1)
     into = torch.empty(2 * _CHUNK, dtype=torch.uint8, device="cpu")
     dist.barrier()
     begun = time.perf_counter()
-    under_way: list[list[Any]] = [[], []]
+    under_way: dict[int, list[Any]] = {sender: [] for sender in senders}
     for number, offset in enumerate(range(0, nbytes, _CHUNK)):
         length = min(_CHUNK, nbytes - offset)
-        place = into[(number % 2) * _CHUNK :][:length]
-        for each, work in (
-            (under_way[0], HERE["pairs"][rank].begin_send(data[offset : offset + length])),
-            (under_way[1], HERE["pairs"][1 - rank].begin_receive(place)),
-        ):
-            each.append(work)
-            if len(each) == _UNDER_WAY:
-                finish(each.pop(0), 60.0)
-    for work in (*under_way[0], *under_way[1]):
-        finish(work, 60.0)
+        for sender, works in under_way.items():
+            pair = HERE["pairs"][sender]
+            works.append(
+                pair.begin_send(data[offset : offset + length])
+                if sender == rank
+                else pair.begin_receive(into[(number % 2) * _CHUNK :][:length])
+            )
+            if len(works) == _UNDER_WAY:
+                finish(works.pop(0), 60.0)
+    for works in under_way.values():
+        for work in works:
+            finish(work, 60.0)
     return time.perf_counter() - begun
 
 
@@ -155,7 +160,7 @@ def measure_copies(place: Nodes, megabytes: int, rounds: int) -> list[Row]:
         ranks.call(copy)
         rates, copies, plain, beside = [], [], [], []
         for _ in range(rounds):
-            rates.append(max(ranks.call(transport, nbytes)))
+            rates.append(max(ranks.call(transport, nbytes, (0, 1))))
             copies.append(max(ranks.call(copy)))
             plain.append(sum(ranks.call(_plain_work, 2.0)))
             beside.append(sum(ranks.call(_beside_work, 2.0)))
@@ -191,7 +196,7 @@ def measure_recovery(place: Nodes, megabytes: int, rounds: int) -> list[Row]:
         with Ranks(2) as ranks:
             ranks.call(begin, sockets, megabytes)
             ranks.call(connect)
-            rates.append(max(ranks.call(transport, nbytes)))
+            rates.append(max(ranks.call(transport, nbytes, (0,))))
             ranks.call(save)
         for way in found:
             for node in place[1:] if way == "peer" else place:

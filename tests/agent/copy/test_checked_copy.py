@@ -49,8 +49,8 @@ def test_bytes_and_checksums_of_any_pieces_and_parts(
     lengths = data.draw(st.lists(sizes, max_size=6))
     total = sum(lengths)
     ends = [*sorted(data.draw(st.lists(st.integers(0, total), max_size=5))), total]
-    shift, before = data.draw(st.integers(0, 64)), data.draw(st.binary(max_size=3))
-    source = torch.randint(0, 256, (total + 64,), dtype=torch.uint8)[shift:][:total]
+    shift, before = data.draw(st.integers(0, 4096)), data.draw(st.binary(max_size=3))
+    source = torch.randint(0, 256, (total + 4096,), dtype=torch.uint8)[shift:][:total]
     place = torch.zeros(total + 200, dtype=torch.uint8)
     target = place[64 + data.draw(st.integers(0, 64)) :][:total]
     starts = [sum(lengths[:n]) for n in range(len(lengths))]
