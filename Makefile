@@ -100,6 +100,7 @@ bench: $(INSTALLED)
 	$(RUN) -m benchmarks.partition
 	$(RUN) -m benchmarks.scale
 	-$(RUN) -m benchmarks.several_nodes
+	-$(RUN) -m benchmarks.peers
 	-$(RUN) -m benchmarks.object_store
 	$(RUN) -m benchmarks.table
 

@@ -6,9 +6,8 @@ state out of the memory of its peer.
 run on this machine, each with a daemon. The rate of the transport is that of the same
 kind of connection between the same two processes, measured in turn with the rest: in both
 directions at once beside the copies, which each rank sends and receives, and in one
-direction beside the recovery, in which the other rank also reads its own memory. The
-replaced node recovers from its peer and, with the peer's memory gone too, from the disk,
-and from a disk that is slowed down to 0.2 GB/s.
+direction beside the recovery. The replaced node recovers from its peer and, with the
+peer's memory gone too, from the disk, and from a disk that is slowed down to 0.2 GB/s.
 """
 
 from __future__ import annotations
@@ -24,11 +23,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard
 
 from benchmarks.delta_saves import slow_reads
 from benchmarks.rows import Row, drop_pages, keep, settled
+from ckptd import per_rank
 from ckptd.agent import Agent
 from ckptd.agent.link.arguments import job_store
 from ckptd.agent.peers.pair import Pair, finish
@@ -43,14 +41,13 @@ _CHUNK = 8 << 20
 # -- on each rank
 
 
-def begin(sockets: list[Path], megabytes: int) -> None:
-    """Make the agent, and a state that is divided between the two ranks."""
+def begin(sockets: list[Path], megabytes: Sequence[int]) -> None:
+    """Make the agent, and a state of so many megabytes on each rank."""
     rank = dist.get_rank()
     HERE["agent"] = Agent(JOB, socket=sockets[rank])
-    mesh = init_device_mesh("cpu", (2,))
     torch.manual_seed(rank)
-    local = torch.randn((megabytes << 20) // 4 // 1024, 1024, device="cpu")
-    HERE["state"] = {"weight": DTensor.from_local(local, mesh, [Shard(0)])}
+    HERE["weight"] = torch.randn((megabytes[rank] << 20) // 4 // 1024, 1024, device="cpu")
+    HERE["state"] = {"weight": per_rank(HERE["weight"])}
     HERE["step"] = 0
 
 
@@ -67,7 +64,7 @@ def transport(nbytes: int, senders: Sequence[int]) -> float:
     """Send `nbytes` from each rank in `senders` to the other rank, and return the
     seconds.
     """
-    rank, data = dist.get_rank(), HERE["state"]["weight"].to_local().view(torch.uint8).view(-1)
+    rank, data = dist.get_rank(), HERE["weight"].view(torch.uint8).view(-1)
     into = torch.empty(2 * _CHUNK, dtype=torch.uint8, device="cpu")
     dist.barrier()
     begun = time.perf_counter()
@@ -133,13 +130,12 @@ def save() -> None:
     pending.wait("durable", timeout=300)
 
 
-def recover(sockets: list[Path], megabytes: int, *, slow: bool) -> tuple[float, int]:
+def recover(sockets: list[Path], megabytes: Sequence[int], *, slow: bool) -> tuple[float, int]:
     """Recover into zeros, from a disk that is slowed down if `slow`. Return the seconds,
     and the bytes that came from the memory of the other node.
     """
     begin(sockets, megabytes)
-    with torch.no_grad():
-        HERE["state"]["weight"].to_local().zero_()
+    HERE["weight"].zero_()
     dist.barrier()
     begun = time.perf_counter()
     with slow_reads() if slow else nullcontext():
@@ -155,7 +151,7 @@ def measure_copies(place: Nodes, megabytes: int, rounds: int) -> list[Row]:
     sockets = [node.home.socket for node in place]
     nbytes = megabytes << 20
     with Ranks(2) as ranks:
-        ranks.call(begin, sockets, megabytes)
+        ranks.call(begin, sockets, (megabytes, megabytes))
         ranks.call(connect)
         ranks.call(copy)
         rates, copies, plain, beside = [], [], [], []
@@ -189,27 +185,25 @@ def _beside_work(seconds: float) -> int:
 
 
 def measure_recovery(place: Nodes, megabytes: int, rounds: int) -> list[Row]:
-    sockets = [node.home.socket for node in place]
-    nbytes, rates = megabytes << 20, []
+    """Measure the recovery of a replaced node from its peer and from disks, and from a
+    peer that reads as much of its own memory meanwhile.
+    """
+    nbytes = megabytes << 20
     found: dict[str, list[float]] = {"peer": [], "slow disk": [], "disk": []}
+    rates, busy = [], []
     for _ in range(rounds):
-        with Ranks(2) as ranks:
-            ranks.call(begin, sockets, megabytes)
-            ranks.call(connect)
-            rates.append(max(ranks.call(transport, nbytes, (0,))))
-            ranks.call(save)
-        for way in found:
+        rates.append(_saved(place, (1, megabytes)))
+        for way, times in found.items():
             for node in place[1:] if way == "peer" else place:
                 node.lose()
                 node.start()
-            drop_pages(place.path)
-            settled()
-            with Ranks(2) as ranks:
-                seconds, copied = ranks.call(
-                    partial(recover, slow=way == "slow disk"), sockets, megabytes
-                )[1]
-                assert (copied >= nbytes) == (way == "peer"), (way, copied)
-                found[way].append(seconds)
+            seconds, copied = _recovered(place, (1, megabytes), slow=way == "slow disk")
+            assert (copied >= nbytes) == (way == "peer"), (way, copied)
+            times.append(seconds)
+        _saved(place, (megabytes, megabytes))
+        place[1].lose()
+        place[1].start()
+        busy.append(_recovered(place, (megabytes, megabytes), slow=False)[0])
     peer = median(found["peer"])
     return [
         Row(
@@ -218,6 +212,7 @@ def measure_recovery(place: Nodes, megabytes: int, rounds: int) -> list[Row]:
             beside={
                 "seconds": peer, "GB/s": nbytes / 1e9 / peer,
                 "transport GB/s": nbytes / 1e9 / median(rates),
+                "while the peer reads as much": median(rates) / median(busy),
             },
         ),
         Row(
@@ -226,6 +221,28 @@ def measure_recovery(place: Nodes, megabytes: int, rounds: int) -> list[Row]:
             beside={"this disk / the peer": median(found["disk"]) / peer},
         ),
     ]  # fmt: skip
+
+
+def _saved(place: Nodes, megabytes: tuple[int, int]) -> float:
+    """Save a state, and return the seconds that the transport takes for that of rank 1."""
+    with Ranks(2) as ranks:
+        ranks.call(begin, [node.home.socket for node in place], megabytes[::-1])
+        ranks.call(connect)
+        seconds: float = max(ranks.call(transport, megabytes[1] << 20, (0,)))
+    with Ranks(2) as ranks:
+        ranks.call(begin, [node.home.socket for node in place], megabytes)
+        ranks.call(save)
+    return seconds
+
+
+def _recovered(place: Nodes, megabytes: tuple[int, int], *, slow: bool) -> tuple[float, int]:
+    """Recover on two ranks, and return what `recover` has returned on rank 1."""
+    drop_pages(place.path)
+    settled()
+    with Ranks(2) as ranks:
+        sockets = [node.home.socket for node in place]
+        found: tuple[float, int] = ranks.call(partial(recover, slow=slow), sockets, megabytes)[1]
+    return found
 
 
 def main() -> None:

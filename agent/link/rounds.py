@@ -301,9 +301,11 @@ class Exchange:
         return found
 
     def _advice(self, topic: str) -> str:
+        call = _call(topic.removeprefix(f"{self.scope}/"))
         return (
-            f": every rank must call {_call(topic.removeprefix(f'{self.scope}/'))}, not only some "
-            f"of them"
+            f": the others have waited in {call}"
+            if _is_later(topic)
+            else f": every rank must call {call}, not only some of them"
         )
 
     def _warn_of_rank_0(self, topic: str) -> None:
@@ -321,6 +323,11 @@ class Exchange:
     def _missing(self, topic: str, late: list[int]) -> str:
         """Return a sentence that names the ranks that have not come to a round."""
         call = _call(topic.removeprefix(f"{self.scope}/"))
+        if _is_later(topic):
+            return (
+                f"rank {self.rank} has waited in {call} for {WARN_SECONDS:g} s for "
+                f"{rank_list(late)}, which may have more to read"
+            )
         why = self._elsewhere(topic, late)
         return not_called(call, late, self.rank, self.world_size, WARN_SECONDS, why)
 
@@ -509,6 +516,11 @@ def _call(topic: str) -> str:
     return f"snapshot(step={planned[1]})" if planned else f"{topic.partition('/')[0]}()"
 
 
+def _is_later(topic: str) -> bool:
+    """Return True for a round after the first one of a call: each rank has made the call."""
+    return topic.rpartition("/")[2] in _LATER
+
+
 def _unreachable(error: RuntimeError) -> SnapshotFailed:
     return SnapshotFailed(f"the job's store cannot be reached: {str(error).splitlines()[0]}")
 
@@ -545,6 +557,8 @@ _BEGINS = ("begin", "joined")
 
 The first call of a rank makes its agent, which begins an attempt.
 """
+_LATER = ("open", "bind", "load", "finish")
+"""The last parts of the topics of a recovery after its first round."""
 _PLANNED = re.compile(r"plan/[0-9]+/([0-9]+)")
 """The topic of a round that plans a step of an attempt."""
 _DECODER = msgspec.msgpack.Decoder(tuple[str, str, bytes])

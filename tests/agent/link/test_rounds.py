@@ -636,6 +636,24 @@ def test_ranks_that_have_not_called_are_named_once(
     )
 
 
+@pytest.mark.parametrize("step", ["open", "bind", "load", "finish"])
+def test_a_rank_that_is_slow_in_a_later_round_is_not_said_not_to_have_called(
+    ranks: list[Exchange],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    step: str,
+) -> None:
+    monkeypatch.setattr(rounds, "WARN_SECONDS", 0.2)
+    with pytest.raises(
+        SnapshotFailed,
+        match=r"^ranks 1, 2 sent nothing within 1 s: the others have waited in recover\(\)$",
+    ):
+        round_of(ranks[0], f"recover/1/40/{step}", seconds=1.2)()
+    assert [record.getMessage() for record in caplog.records] == [
+        "rank 0 has waited in recover() for 0.2 s for ranks 1, 2, which may have more to read"
+    ]
+
+
 def test_only_the_rank_that_has_not_called_is_named(
     ranks: list[Exchange], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

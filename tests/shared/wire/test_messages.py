@@ -50,7 +50,7 @@ def test_types_on_the_wire() -> None:
         "found", "fetch", "fetched", "forget", "forgotten", "detach", "done", "progress", "error",
         "heard", "deliver", "delivered", "holds", "uploads",
             "waiting", "remark", "recovered", "lend", "lent", "drain", "drained", "host", "hosted",
-        "replicated", "peer-replicas",
+        "copy-failed", "peer-replicas",
     }  # fmt: skip
 
 
