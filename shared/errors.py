@@ -271,7 +271,7 @@ class StructureChanged(SnapshotFailed):
 
 class PeerLost(ServiceError):
     """A peer that has not answered in time, whose connection has ended, or that has sent
-    what cannot be used.
+    a message that cannot be used.
     """
 
     code = "peer-lost"

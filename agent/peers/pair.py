@@ -121,6 +121,6 @@ def finish(work: Work, seconds: float) -> None:
 
 
 def _lost(error: RuntimeError) -> PeerLost:
-    """Return the error for one of gloo, without its place in the source and advice."""
+    """Return an error with the message of gloo, without its place and its advice."""
     said = re.sub(r"^\[\S+\] ", "", str(error).splitlines()[0]).partition(". ")[0]
     return PeerLost(f"the connection with a peer has failed: {said}")

@@ -52,11 +52,11 @@ class Debt(Protocol):
 
     @property
     def is_saved(self) -> bool:
-        """True if it has left this node, and is not only needed no more."""
+        """True if it has left this node, False if it is only needed no more."""
 
     def now(self, uploads: UploadProgress | None) -> Debt | None:
-        """Return what is owed now in its place: itself, what it has become, or None if
-        nothing is owed of it any more.
+        """Return what is owed now in its place: itself, what it has become, or None if it
+        is no longer owed.
 
         uploads: how far the uploads are, or None if there is no stage.
         """

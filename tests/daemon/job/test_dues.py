@@ -1,4 +1,4 @@
-"""Tests what of a job is owed before a node goes, and what is said of it."""
+"""Tests which snapshots a job owes before a node goes, and how each is described."""
 
 from __future__ import annotations
 
