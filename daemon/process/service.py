@@ -242,20 +242,16 @@ class Service:
 
     async def deliver_copies(self, job_name: str) -> list[int]:
         """Save the peer replicas of the attempts before on behalf of nodes that have not
-        delivered: they are lost, or have lost their memory.
+        delivered: they are lost, or have lost their memory. Saves that have begun before
+        are waited for.
 
         Return the ranks whose peer replicas this node holds, and that are delivered.
         """
         job = self._parts.catalog.job(job_name)
-        owed = [s for s in peer_replicas.owed(job) if s.attempt < job.attempt]
-        await self._deliver(job, owed)
+        held = [s for s in job.peer_replicas.values() if s.attempt < job.attempt]
+        await self._deliver(job, [s for s in peer_replicas.unsaved(job) if s in held])
         return sorted(
-            {
-                rank
-                for s in owed
-                if s.delivered or s.state is SnapshotState.DURABLE
-                for rank in s.ranks
-            }
+            {rank for s in held if s.delivered or job.is_durable(*s.key) for rank in s.ranks}
         )
 
     async def _deliver(self, job: Job, snapshots: Sequence[Snapshot]) -> None:

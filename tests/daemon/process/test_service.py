@@ -14,7 +14,7 @@ import pytest
 
 from ckptd.daemon import recovery
 from ckptd.daemon.job.catalog import Catalog
-from ckptd.daemon.job.snapshot import Key, Snapshot
+from ckptd.daemon.job.snapshot import Key, RankSeal, Snapshot
 from ckptd.daemon.job.stored_checkpoint import StoredCheckpoint
 from ckptd.daemon.process.service import MAX_REPORT, Service, report_text
 from ckptd.shared.errors import StorageError
@@ -136,6 +136,27 @@ async def test_what_is_durable_or_no_longer_in_memory_is_left_alone() -> None:
     durable, gone = Held(5), Held(6)
     durable.state, gone.in_memory = SnapshotState.DURABLE, False
     assert await deliver({}, durable, gone) == []
+
+
+async def test_copies_are_waited_for_although_their_saves_have_begun_before() -> None:
+    """After ten seconds without their node, copies are saved on its behalf unasked."""
+    catalog = Catalog()
+    job = catalog.job("gpt")
+    job.attempt, job.world_size = 2, 5
+    for rank, step, state in (
+        (1, 3, SnapshotState.WRITTEN), (2, 4, SnapshotState.WRITING), (3, 5, SnapshotState.SEALED),
+        (4, 6, SnapshotState.WRITING),
+    ):  # fmt: skip
+        replica = job.peer_replicas[(1, step), rank] = Snapshot(
+            "gpt", 1, step, f"step-0000000{step}.a0001", 5, True, state,
+            node=Membership(run_id="0" * 32, ranks=[rank]), peer_replica=True,
+        )  # fmt: skip
+        replica.seals[rank] = RankSeal(rank, f"{step}/{rank}", 1, b"", checks=[])
+    job.peer_replicas[(1, 3), 1].delivered = True
+    saver = Saver(job, {4: ["delivered"], 5: ["delivered"], 6: ["integrity"]})
+    service = Service(SimpleNamespace(saver=saver, catalog=catalog))  # type: ignore[arg-type]
+    assert await asyncio.wait_for(service.deliver_copies("gpt"), 20) == [1, 2, 3]
+    assert sorted(saver.started) == [4, 5, 6]
 
 
 @pytest.mark.parametrize(
