@@ -47,6 +47,10 @@ come.
 
 The reason may be that only rank 0 has made the call.
 """
+LATER = "/then/"
+"""Part of the topics of all rounds of a call but the first one. A rank that does not come
+to such a round has made the call, and is slower than the others.
+"""
 # Rank 0 decides this long before the deadline, so that the other ranks learn in time
 # which rank is late.
 _GRACE_SECONDS = 2.0
@@ -303,8 +307,8 @@ class Exchange:
     def _advice(self, topic: str) -> str:
         call = _call(topic.removeprefix(f"{self.scope}/"))
         return (
-            f": the others have waited in {call}"
-            if _is_later(topic)
+            f": the other ranks wait in {call}"
+            if LATER in topic
             else f": every rank must call {call}, not only some of them"
         )
 
@@ -323,12 +327,12 @@ class Exchange:
     def _missing(self, topic: str, late: list[int]) -> str:
         """Return a sentence that names the ranks that have not come to a round."""
         call = _call(topic.removeprefix(f"{self.scope}/"))
-        if _is_later(topic):
+        why = self._elsewhere(topic, late)
+        if LATER in topic:
             return (
                 f"rank {self.rank} has waited in {call} for {WARN_SECONDS:g} s for "
-                f"{rank_list(late)}, which may have more to read"
+                f"{rank_list(late)}{why or ', which may have more to do'}"
             )
-        why = self._elsewhere(topic, late)
         return not_called(call, late, self.rank, self.world_size, WARN_SECONDS, why)
 
     def _elsewhere(self, topic: str, ranks: list[int]) -> str:
@@ -516,11 +520,6 @@ def _call(topic: str) -> str:
     return f"snapshot(step={planned[1]})" if planned else f"{topic.partition('/')[0]}()"
 
 
-def _is_later(topic: str) -> bool:
-    """Return True for a round after the first one of a call: each rank has made the call."""
-    return topic.rpartition("/")[2] in _LATER
-
-
 def _unreachable(error: RuntimeError) -> SnapshotFailed:
     return SnapshotFailed(f"the job's store cannot be reached: {str(error).splitlines()[0]}")
 
@@ -557,8 +556,6 @@ _BEGINS = ("begin", "joined")
 
 The first call of a rank makes its agent, which begins an attempt.
 """
-_LATER = ("open", "bind", "load", "finish")
-"""The last parts of the topics of a recovery after its first round."""
 _PLANNED = re.compile(r"plan/[0-9]+/([0-9]+)")
 """The topic of a round that plans a step of an attempt."""
 _DECODER = msgspec.msgpack.Decoder(tuple[str, str, bytes])

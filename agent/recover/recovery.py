@@ -27,7 +27,7 @@ from ckptd.agent.advice import Restart
 from ckptd.agent.dcp.planner_rounds import PlannedLoad
 from ckptd.agent.link.arguments import as_step
 from ckptd.agent.link.client import Client
-from ckptd.agent.link.rounds import RankGroup
+from ckptd.agent.link.rounds import LATER, RankGroup
 from ckptd.agent.read.sources import Opened
 from ckptd.agent.recover.differences import Differences
 from ckptd.agent.recover.loading import (
@@ -149,6 +149,7 @@ class Recovery:
         # rank.
         self._overwritten: set[str] = set()
         self._finds = count()
+        self._called = False  # True once all ranks are known to have called recover()
         self._nbytes = 0  # the size of the snapshot that was recovered
 
     @paused_collector()
@@ -425,7 +426,7 @@ class Recovery:
             failure, mine = error, InternalError(f"{type(error).__name__}: {error}")
         try:
             heard = self._ranks.round(
-                f"{self._topic}/{topic}",
+                f"{self._topic}{LATER if self._called else '/'}{topic}",
                 mine,
                 lambda said: [msgspec.msgpack.encode(said)] * len(said),
                 seconds,
@@ -434,6 +435,7 @@ class Recovery:
             if failure is not None:
                 raise failure from None
             raise
+        self._called = True
         said: list[dict[str, Any]] = [
             msgspec.msgpack.decode(one) for one in msgspec.msgpack.decode(heard)
         ]

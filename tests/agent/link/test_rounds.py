@@ -636,22 +636,31 @@ def test_ranks_that_have_not_called_are_named_once(
     )
 
 
-@pytest.mark.parametrize("step", ["open", "bind", "load", "finish"])
-def test_a_rank_that_is_slow_in_a_later_round_is_not_said_not_to_have_called(
-    ranks: list[Exchange],
-    caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
-    step: str,
+def test_ranks_that_are_slow_in_a_later_round_are_not_said_not_to_have_called(
+    ranks: list[Exchange], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(rounds, "WARN_SECONDS", 0.2)
+    attempt(round_of(ranks[1], "recover/1/then/3/open", seconds=0.1))
     with pytest.raises(
         SnapshotFailed,
-        match=r"^ranks 1, 2 sent nothing within 1 s: the others have waited in recover\(\)$",
+        match=r"^ranks 1, 2 sent nothing within 1 s: the other ranks wait in recover\(\)$",
     ):
-        round_of(ranks[0], f"recover/1/40/{step}", seconds=1.2)()
+        round_of(ranks[0], "recover/1/then/3/load", seconds=1.2)()
     assert [record.getMessage() for record in caplog.records] == [
-        "rank 0 has waited in recover() for 0.2 s for ranks 1, 2, which may have more to read"
+        "rank 0 has waited in recover() for 0.2 s for ranks 1, 2, which may have more to do"
     ]
+
+
+def test_a_rank_that_has_made_another_call_meanwhile_is_told_in_a_later_round(
+    two: list[Exchange], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rounds, "WARN_SECONDS", 0.2)
+    attempt(round_of(two[1], "plan/1/40", seconds=0.1))
+    other = ": its last call was snapshot(step=40), not recover(); all ranks must make the same"
+    with pytest.raises(SnapshotFailed, match=re.escape(other)):
+        round_of(two[0], "recover/1/then/3/load", seconds=1.2)()
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert said.startswith(f"rank 0 has waited in recover() for 0.2 s for rank 1{other}")
 
 
 def test_only_the_rank_that_has_not_called_is_named(

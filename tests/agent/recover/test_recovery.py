@@ -397,6 +397,16 @@ def test_nodes_have_long_to_save_what_they_hold_before_the_others_give_up() -> N
     assert max(limits["decide"], limits["find"]) < hour
 
 
+def test_all_rounds_but_the_first_are_those_of_ranks_that_have_called(root: Path) -> None:
+    ranks = FakeRanks(same)
+    made = Told(FakeClient(candidate(2), root=root), ranks=ranks)
+    assert made.run({}, step=None, last_step=-1) is not None
+    assert ranks.topics == [
+        "recover/1/find",
+        *(f"recover/1/then/0/{step}" for step in ("open", "bind", "load", "finish")),
+    ]
+
+
 def test_steps_that_were_lost_with_a_node_are_told(
     root: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
