@@ -4,7 +4,7 @@ state out of the memory of its peer.
 
 `python -m benchmarks.peers [--megabytes N] [--rounds N]`. Two nodes with one rank each
 run on this machine, each with a daemon. The rate of the transport is that of the same
-kind of connection between the same two processes, measured in turn with the rest: in both
+kind of connection between two such processes, measured in turn with the rest: in both
 directions at once beside the copies, which each rank sends and receives, and in one
 direction beside the recovery. The replaced node recovers from its peer and, with the
 peer's memory gone too, from the disk, and from a disk that is slowed down to 0.2 GB/s.
@@ -160,14 +160,13 @@ def measure_copies(place: Nodes, megabytes: int, rounds: int) -> list[Row]:
             copies.append(max(ranks.call(copy)))
             plain.append(sum(ranks.call(_plain_work, 2.0)))
             beside.append(sum(ranks.call(_beside_work, 2.0)))
-        ratio = median(copy / rate for copy, rate in zip(copies, rates, strict=True))
-        lost = 1 - median(b / p for b, p in zip(beside, plain, strict=True))
+        ratio, lost = _ratio(copies, rates), 1 - _ratio(beside, plain)
         return [
             Row(
                 name="seal to replicated / bytes at the transport's rate", value=ratio, unit="x",
                 limit=1.3, beside={
-                    "seconds": median(copies), "GB/s": nbytes / 1e9 / median(copies),
-                    "transport GB/s": nbytes / 1e9 / median(rates),
+                    "MB": megabytes, "seconds": median(copies),
+                    "GB/s": nbytes / 1e9 / median(copies), "transport GB/s": nbytes / 1e9 / median(rates),
                 },
             ),
             Row(
@@ -188,51 +187,59 @@ def measure_recovery(place: Nodes, megabytes: int, rounds: int) -> list[Row]:
     """Measure the recovery of a replaced node from its peer and from disks, and from a
     peer that reads as much of its own memory meanwhile.
     """
-    nbytes = megabytes << 20
-    found: dict[str, list[float]] = {"peer": [], "slow disk": [], "disk": []}
-    rates, busy = [], []
+    nbytes, small, both = megabytes << 20, (1, megabytes), (megabytes, megabytes)
+    times: dict[str, list[float]] = {way: [] for way in ("peer", "slow disk", "disk", "busy")}
+    rates = []
     for _ in range(rounds):
-        rates.append(_saved(place, (1, megabytes)))
-        for way, times in found.items():
-            for node in place[1:] if way == "peer" else place:
+        rates.append(_transported(place, megabytes))
+        _saved(place, small)
+        for way in ("peer", "slow disk", "disk", "busy"):
+            if way == "busy":
+                _saved(place, both)
+            for node in place[1:] if way in ("peer", "busy") else place:
                 node.lose()
                 node.start()
-            seconds, copied = _recovered(place, (1, megabytes), slow=way == "slow disk")
-            assert (copied >= nbytes) == (way == "peer"), (way, copied)
-            times.append(seconds)
-        _saved(place, (megabytes, megabytes))
-        place[1].lose()
-        place[1].start()
-        busy.append(_recovered(place, (megabytes, megabytes), slow=False)[0])
-    peer = median(found["peer"])
+            state = both if way == "busy" else small
+            seconds, copied = _recovered(place, state, slow=way == "slow disk")
+            assert (copied >= nbytes) == (way in ("peer", "busy")), (way, copied)
+            times[way].append(seconds)
+    peer = times["peer"]
     return [
         Row(
             name="recovery of a replaced node: rate / transport's rate",
-            value=median(rates) / peer, unit="x", limit=0.6, at_most=False,
+            value=_ratio(rates, peer), unit="x", limit=0.6, at_most=False,
             beside={
-                "seconds": peer, "GB/s": nbytes / 1e9 / peer,
+                "MB": megabytes, "seconds": median(peer), "GB/s": nbytes / 1e9 / median(peer),
                 "transport GB/s": nbytes / 1e9 / median(rates),
-                "while the peer reads as much": median(rates) / median(busy),
+                "while the peer reads as much": _ratio(rates, times["busy"]),
             },
         ),
         Row(
             name="recovery of a replaced node: a disk of 0.2 GB/s / the peer",
-            value=median(found["slow disk"]) / peer, unit="x", limit=2.0, at_most=False,
-            beside={"this disk / the peer": median(found["disk"]) / peer},
+            value=_ratio(times["slow disk"], peer), unit="x", limit=2.0, at_most=False,
+            beside={"this disk / the peer": _ratio(times["disk"], peer)},
         ),
     ]  # fmt: skip
 
 
-def _saved(place: Nodes, megabytes: tuple[int, int]) -> float:
-    """Save a state, and return the seconds that the transport takes for that of rank 1."""
+def _ratio(ones: list[float], others: list[float]) -> float:
+    """Return the median of the ratios of each round."""
+    return median(one / other for one, other in zip(ones, others, strict=True))
+
+
+def _transported(place: Nodes, megabytes: int) -> float:
+    """Return the seconds that the transport takes from one rank to the other."""
     with Ranks(2) as ranks:
-        ranks.call(begin, [node.home.socket for node in place], megabytes[::-1])
+        ranks.call(begin, [node.home.socket for node in place], (megabytes, 1))
         ranks.call(connect)
-        seconds: float = max(ranks.call(transport, megabytes[1] << 20, (0,)))
+        seconds: float = max(ranks.call(transport, megabytes << 20, (0,)))
+    return seconds
+
+
+def _saved(place: Nodes, megabytes: tuple[int, int]) -> None:
     with Ranks(2) as ranks:
         ranks.call(begin, [node.home.socket for node in place], megabytes)
         ranks.call(save)
-    return seconds
 
 
 def _recovered(place: Nodes, megabytes: tuple[int, int], *, slow: bool) -> tuple[float, int]:

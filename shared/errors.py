@@ -29,7 +29,7 @@ help.
         ├── Busy                  the resource is in use now; a retry helps
         ├── SnapshotFailed        the snapshot cannot reach the state that `Pending.wait` waits for
         │   └── StructureChanged  the structure changed on some ranks only; all plan again
-        ├── PeerLost              another rank has not answered, or sent what cannot be used
+        ├── PeerLost              another rank has not answered, or sent an unusable message
         ├── RecoveryFailed        checkpoints exist, and none could be loaded
         └── InternalError         a bug in ckptd
 

@@ -504,7 +504,7 @@ class Job:
                 snapshot.step < step
                 for step in (
                     self.answer.replicated
-                    if self.is_in_peers(snapshot.step)
+                    if snapshot.step in self.answer.replicated
                     else self.answer.common
                 )
             )
@@ -513,15 +513,6 @@ class Job:
     def is_durable_after(self, key: Key) -> bool:
         """Return True if a checkpoint of a later step is durable."""
         return any(checkpoint.order[:2] > key for checkpoint in self.durable_checkpoints())
-
-    def is_in_peers(self, step: int) -> bool:
-        """Return True if all nodes have copied this step of the newest attempt to their
-        peers, or copy it now.
-
-        A copied step stays so after the copies have ended: the ranks were told that it
-        outlives a node.
-        """
-        return step == self.answer.replicating or step in self.answer.replicated
 
     def is_settled(self, snapshot: Snapshot) -> bool:
         """Return True if nothing reads the snapshot's slots, and no save of it is

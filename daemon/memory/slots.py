@@ -478,8 +478,8 @@ class Slots:
         """Register the segments that an earlier daemon has left, and return those of
         this root.
 
-        Segments that are incomplete, damaged or from another boot are removed. Other
-        files, segments of a newer ckptd and segments that cannot be opened or read are
+        Segments that are incomplete, damaged or from another boot are removed, and those
+        that say sealed and name no step. Other files, segments of a newer ckptd and segments that cannot be opened or read are
         left alone. A segment that was made for another root than `mark` names goes to
         `foreign`; one in which nothing is sealed and that no trainer holds is removed.
         Raises StorageError if a segment cannot be opened because a resource has run

@@ -303,7 +303,7 @@ function progress(one) {
 
 /** Word the newest step that is in the memory of other nodes too, and why there are no more copies. */
 function copied(job) {
-  const newest = known(job.replicated) ? `, step ${count(job.replicated)} in other nodes too` : "";
+  const newest = known(job.replicated) ? `, step ${count(job.replicated)} in the memory of other nodes, too` : "";
   const why = job.replicas_off ? `, no more copies: ${job.replicas_off}` : "";
   return newest + why ? el("span", { class: "quiet" }, newest + why) : null;
 }

@@ -408,7 +408,7 @@ def _panel(view: View, job: Mapping[str, Any], columns: int) -> list[Text]:
 def _copied(job: Mapping[str, Any]) -> str:
     """Return the newest step in the memory of other nodes, as text, or ""."""
     step, why = job.get("replicated"), job.get("replicas_off")
-    newest = "" if step is None else f"; step {step:,d} in other nodes too"
+    newest = "" if step is None else f"; step {step:,d} in the memory of other nodes, too"
     return newest + (f"; no more copies: {why}" if why else "")
 
 
