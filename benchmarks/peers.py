@@ -166,7 +166,8 @@ def measure_copies(place: Nodes, megabytes: int, rounds: int) -> list[Row]:
                 name="seal to replicated / bytes at the transport's rate", value=ratio, unit="x",
                 limit=1.3, beside={
                     "MB": megabytes, "seconds": median(copies),
-                    "GB/s": nbytes / 1e9 / median(copies), "transport GB/s": nbytes / 1e9 / median(rates),
+                    "GB/s": nbytes / 1e9 / median(copies),
+                    "transport GB/s": nbytes / 1e9 / median(rates),
                 },
             ),
             Row(

@@ -263,7 +263,9 @@ def test_steps_in_other_nodes_are_shown(scene: Scene) -> None:
     (job,) = found["jobs"]
     found["jobs"] = [{**job, "replicated": 1234, "replicas_off": HOSTILE}]
     scene.status = lambda: found
-    window = scene.open("overview", ", step 1,234 in the memory of other nodes, too, no more copies: ")
+    window = scene.open(
+        "overview", ", step 1,234 in the memory of other nodes, too, no more copies: "
+    )
     assert window.run("return document.querySelectorAll('img').length") == 0
 
 

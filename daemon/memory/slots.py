@@ -479,11 +479,11 @@ class Slots:
         this root.
 
         Segments that are incomplete, damaged or from another boot are removed, and those
-        that say sealed and name no step. Other files, segments of a newer ckptd and segments that cannot be opened or read are
-        left alone. A segment that was made for another root than `mark` names goes to
-        `foreign`; one in which nothing is sealed and that no trainer holds is removed.
-        Raises StorageError if a segment cannot be opened because a resource has run
-        out.
+        that say sealed and name no step. Other files, segments of a newer ckptd and
+        segments that cannot be opened or read are left alone. A segment that was made for
+        another root than `mark` names goes to `foreign`; one in which nothing is sealed
+        and that no trainer holds is removed. Raises StorageError if a segment cannot be
+        opened because a resource has run out.
         """
         for directory in self._directories():
             self._adopt(directory)

@@ -160,7 +160,8 @@ def test_the_last_error_is_shown_whole() -> None:
         ({"replicated": 390}, "step 400; step 390 in the memory of other nodes, too"),
         (
             {"replicated": 390, "replicas_off": "rank 1: the peer is gone"},
-            "step 400; step 390 in the memory of other nodes, too; no more copies: rank 1: the peer is gone",
+            "step 400; step 390 in the memory of other nodes, too; "
+            "no more copies: rank 1: the peer is gone",
         ),
         ({"replicas_off": "no domain"}, "step 400; no more copies: no domain"),
     ],
