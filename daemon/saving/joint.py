@@ -278,8 +278,8 @@ class Joint:
         """Wait for the outcome of a try, and record the commit. If rank 0 is on this node,
         decide the outcome.
 
-        Raises Abandoned; Undecided if the outcome is not known after `timeout`, or when
-        the daemon stops; OSError.
+        Raises Abandoned; Undecided if the outcome is not known after `timeout`, when the
+        daemon stops, or, of a copy, when a later checkpoint is durable; OSError.
         """
         assert snapshot.node is not None
         loop = asyncio.get_running_loop()
@@ -302,6 +302,9 @@ class Joint:
             now = loop.time()
             stopped = stopped or (now if self._stopping() else 0.0)
             over = stopped and (not snapshot.node.leads or now - stopped > _STOP_SECONDS)
+            # Nobody decides a try that is older than the newest checkpoint, and a copy would be
+            # kept until then.
+            over = over or (snapshot.peer_replica and job.is_durable_after(snapshot.key))
             if over or now - begun > self._timeout + LATE_SECONDS:
                 raise Undecided(self._why_undecided(snapshot, receipts, now - begun))
             await asyncio.sleep(pause)

@@ -335,6 +335,17 @@ class Saver:
                 error,
             )
             return
+        if (
+            isinstance(error, Undecided)
+            and snapshot.peer_replica
+            and job.is_durable_after(snapshot.key)
+        ):
+            log.info(
+                "snapshot %s/%s: the copy is no longer needed: a later checkpoint is durable",
+                snapshot.job, snapshot.directory,
+            )  # fmt: skip
+            snapshot.move(Event.FAIL)
+            return
         log_events.SAVE_FAILED.log(
             log, "snapshot %s/%s: %s", snapshot.job, snapshot.tag, error,
             job=snapshot.job, tag=snapshot.directory, step=snapshot.step,
@@ -350,7 +361,7 @@ class Saver:
         reported = (
             snapshot.node is None
             or abandoned
-            or snapshot.peer_replica  # its own node may still deliver
+            or (snapshot.peer_replica and not snapshot.delivered)  # its own node may deliver
             or (dead and not snapshot.delivered)
         )
         if reported and not await self._drop(snapshot, str(error)):

@@ -20,6 +20,7 @@ from ckptd.daemon.config import Config
 from ckptd.daemon.job.catalog import Catalog
 from ckptd.daemon.job.events import Events
 from ckptd.daemon.job.snapshot import Snapshot
+from ckptd.daemon.job.stored_checkpoint import StoredCheckpoint
 from ckptd.daemon.journal import records as r
 from ckptd.daemon.root.storage_calls import StorageCalls
 from ckptd.daemon.saving import joint as joint_module
@@ -264,6 +265,21 @@ async def test_a_node_that_hears_nothing_does_not_know(
         r"of ",
     ):
         await second.settle()
+    assert second.repository.receipts("gpt", TAG) != []
+
+
+async def test_a_copy_is_not_waited_for_once_a_later_checkpoint_is_durable(make: Make) -> None:
+    second = make(2, 3)
+    second.snapshot.peer_replica = True
+    await second.deliver()
+    waiting = asyncio.create_task(second.settle())
+    assert not (await asyncio.wait([waiting], timeout=0.3))[0]
+    later = names.tag_directory(KEY[1] + 1, None, KEY[0])
+    second.job.commit(
+        StoredCheckpoint("gpt", later, KEY[0], KEY[1] + 1, KEY[1] + 1, 1, (), user_tag=False)
+    )
+    with pytest.raises(Undecided):
+        await asyncio.wait_for(waiting, 20)
     assert second.repository.receipts("gpt", TAG) != []
 
 
