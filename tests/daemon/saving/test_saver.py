@@ -17,10 +17,13 @@ import pytest
 from ckptd.daemon.chunks.sealed_slot import SealedSlot
 from ckptd.daemon.job.catalog import Job
 from ckptd.daemon.job.snapshot import RankSeal
+from ckptd.daemon.job.stored_checkpoint import StoredCheckpoint
 from ckptd.daemon.journal import records as r
 from ckptd.daemon.recovery import scan_job
+from ckptd.daemon.saving.joint import Undecided
 from ckptd.shared import names
 from ckptd.shared.errors import Fenced, StorageError
+from ckptd.shared.formats.membership import Membership
 from ckptd.shared.formats.reuse import ChunkCheck
 from ckptd.shared.formats.segment import SlotState, read_check, write_check, write_header
 from ckptd.shared.wire.lifecycle import SnapshotState
@@ -74,6 +77,31 @@ def test_the_log_says_how_long_the_slowest_rank_was_held(
         world.run()
     assert " %), training held 1.500 s, durable after" in caplog.text
     world.close()
+
+
+@pytest.mark.parametrize(
+    ("later", "words"),
+    [(0, "not known to be durable"), (1, "the copy is no longer needed: a later checkpoint is")],
+)
+def test_the_parts_of_a_delivered_copy_stay_if_their_outcome_is_not_known(
+    world: World,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    later: int,
+    words: str,
+) -> None:
+    """Another node may still commit them."""
+    caplog.set_level("INFO")
+    snapshot, dropped, job = world.snapshot, list[str](), world.catalog.job("gpt")
+    snapshot.peer_replica = snapshot.delivered = True
+    snapshot.node, snapshot.state = Membership(run_id="0" * 32, ranks=[0]), SnapshotState.WRITTEN
+    attempt, step = snapshot.attempt, snapshot.step + later
+    monkeypatch.setattr(world.saver, "_drop", lambda s, reason: dropped.append(reason))
+    job.commit(StoredCheckpoint("gpt", "newest", attempt, step, 1, 1, (), user_tag=True))
+    error = Undecided("step 5 is not known to be durable")
+    asyncio.run(world.saver._fail(job, snapshot, error))
+    assert (snapshot.state, snapshot.delivered, dropped) == (SnapshotState.FAILED, True, [])
+    assert words in caplog.text
 
 
 @pytest.mark.parametrize("persist", [True, False])
