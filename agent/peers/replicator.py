@@ -205,18 +205,21 @@ class Replicator:
             if (step := self._step) <= sent:
                 continue  # the step was taken back meanwhile
             sent = step
-            send_slot(pair, self._source(step), pace)
+            if (source := self._source(step)) is None:
+                log.debug("the slot of step %d is no longer in memory: it is not copied", step)
+                continue
+            send_slot(pair, source, pace)
             failpoint("agent.copy.confirmed")
 
-    def _source(self, step: int) -> SlotToSend:
-        """Return the sealed slot of a step. Raises PeerLost if it is gone."""
+    def _source(self, step: int) -> SlotToSend | None:
+        """Return the sealed slot of a step, or None if the daemon has freed it before it
+        heard that the step is to be copied. The nodes then copy another step.
+        """
         slot = self._find(step)
         if slot is not None:
             with suppress(PeerLost):  # a larger slot has just replaced it
                 return SlotToSend.of(slot)
-        if (kept := self._kept.pop(step, None)) is None:
-            raise PeerLost(f"the slot of step {step} is no longer in memory")
-        return kept
+        return self._kept.pop(step, None)
 
     # -- this rank receives
 

@@ -292,9 +292,11 @@ def test_a_segment_for_another_rank_is_given_back(world: World) -> None:
     assert [each.segment for each in world.clients[1].of(m.Abandon)] == ["copy-1"]
 
 
-def test_a_slot_that_is_gone_is_reported(world: World) -> None:
-    world.copy(9)
-    world.reported("the slot of step 9 is no longer in memory")
+def test_a_slot_that_the_daemon_has_freed_is_passed_over(world: World) -> None:
+    world.copy(4)
+    world.copy(5)
+    world.copied(1)
+    assert [host.step for host in world.clients[1].of(m.Host)] == [5]
 
 
 def test_a_bug_is_logged_and_reported(world: World, caplog: pytest.LogCaptureFixture) -> None:
@@ -332,10 +334,11 @@ def test_a_daemon_that_stays_away_does_not_hear_of_a_failure(
 ) -> None:
     world.clients[0].wait_connected = lambda budget: False  # type: ignore[method-assign]
     world.clients[0].errors = [DaemonUnreachable("gone")]
-    world.copy(9)
+    world.found = lambda step: cast(MappedSlot, 1 // 0)
+    world.copy(5)
     until(lambda: not threads("ckptd-peer-send"), "the end of the thread")
     assert world.reports() == []
-    assert "the slot of step 9 is no longer in memory" in caplog.text
+    assert "ZeroDivisionError" in caplog.text
 
 
 # -- the end of a process
