@@ -42,7 +42,7 @@ _CHUNK = 8 << 20
 
 
 def begin(sockets: list[Path], megabytes: Sequence[int]) -> None:
-    """Make the agent, and a state of so many megabytes on each rank."""
+    """Make the agent, and a state of as many megabytes as `megabytes` has for this rank."""
     rank = dist.get_rank()
     HERE["agent"] = Agent(JOB, socket=sockets[rank])
     torch.manual_seed(rank)
@@ -238,6 +238,7 @@ def _transported(place: Nodes, megabytes: int) -> float:
 
 
 def _saved(place: Nodes, megabytes: tuple[int, int]) -> None:
+    """Save a state of so many megabytes on each rank, and wait until it is replicated."""
     with Ranks(2) as ranks:
         ranks.call(begin, [node.home.socket for node in place], megabytes)
         ranks.call(save)

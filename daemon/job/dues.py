@@ -52,7 +52,7 @@ class Debt(Protocol):
 
     @property
     def is_saved(self) -> bool:
-        """True if it has left this node, False if it is only needed no more."""
+        """True if it is saved, False if it is merely no longer needed."""
 
     def now(self, uploads: UploadProgress | None) -> Debt | None:
         """Return what is owed now in its place: itself, what it has become, or None if it

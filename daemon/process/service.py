@@ -248,8 +248,9 @@ class Service:
         Return the ranks whose peer replicas this node holds, and that are delivered.
         """
         job = self._parts.catalog.job(job_name)
+        unsaved = [s for s in peer_replicas.unsaved(job) if s.attempt < job.attempt]
         held = [s for s in job.peer_replicas.values() if s.attempt < job.attempt]
-        await self._deliver(job, [s for s in peer_replicas.unsaved(job) if s in held])
+        await self._deliver(job, unsaved)
         return sorted(
             {rank for s in held if s.delivered or job.is_durable(*s.key) for rank in s.ranks}
         )

@@ -302,8 +302,8 @@ class Joint:
             now = loop.time()
             stopped = stopped or (now if self._stopping() else 0.0)
             over = stopped and (not snapshot.node.leads or now - stopped > _STOP_SECONDS)
-            # Nobody decides a try that is older than the newest checkpoint, and a copy would be
-            # kept until then.
+            # Nobody decides a try that is older than the newest checkpoint. A copy that waits for
+            # it would keep its memory until `timeout`.
             over = over or (snapshot.peer_replica and job.is_durable_after(snapshot.key))
             if over or now - begun > self._timeout + LATE_SECONDS:
                 raise Undecided(self._why_undecided(snapshot, receipts, now - begun))
