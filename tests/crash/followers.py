@@ -20,7 +20,7 @@ import os
 import signal
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -137,6 +137,8 @@ def train(places: Places, run: int, back_to: int | None) -> int:
     while (order := _order(places)) >= 0:
         _note_promises(diary, pendings, run)
         if order == 0:
+            if ("waits", (run, step - 1)) not in diary.read():
+                diary.note("waits", run, step - 1)
             time.sleep(0.01)
             continue
         state = _state((run, step), rank, mesh)
@@ -249,6 +251,19 @@ class Checks:
 # -- the round
 
 
+def are_quiet(diaries: Sequence[Diary]) -> bool:
+    """Return True once all ranks wait, and their last step is sealed or has failed.
+
+    A rank that has sealed a step may have read its next order before the ranks were told
+    to wait. So each must have noted that it waits.
+    """
+    last = {max(key for _, key in diary.read()) for diary in diaries}
+    ended = {(word, *last) for word in ("sealed", "durable", "failed", "skipped")}
+    return len(last) == 1 and all(
+        ("waits", *last) in diary.read() and not ended.isdisjoint(diary.read()) for diary in diaries
+    )
+
+
 @dataclass(slots=True)
 class Round:
     """A daemon, two ranks and a follower, and what happens to them."""
@@ -356,19 +371,10 @@ class Round:
 
         self._until(sealed, f"{FEW} snapshots of training {run}")
         self.places.wait.touch()
-        self._until(self._is_quiet, "rank that waits")
+        self._until(lambda: are_quiet(self.diaries), "rank that waits")
         newest = max(self._sealed())
         self._until(lambda: self._seen()[-1:] == [newest], f"version of {newest}")
         self.places.wait.unlink()
-
-    def _is_quiet(self) -> bool:
-        """Return True once the last step of all ranks is sealed, or has failed."""
-        last = {max(key for word, key in diary.read()) for diary in self.diaries}
-        ended = ("sealed", "durable", "failed", "skipped")
-        return len(last) == 1 and all(
-            any((word, *last) == note for word in ended for note in diary.read()[-200:])
-            for diary in self.diaries
-        )
 
     def _sealed(self) -> set[Key]:
         """Return the steps that all ranks have sealed."""

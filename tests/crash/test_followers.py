@@ -79,6 +79,20 @@ def test_each_wrong_version_is_named(places: Places) -> None:
     assert checks.of(version(2, 2)) == "attempt 2 has values of another training"
 
 
+def test_ranks_are_quiet_once_each_waits_and_has_sealed_its_last_step(places: Places) -> None:
+    diaries = [places.diary(rank) for rank in range(followers.RANKS)]
+
+    def quiet_after(*notes: tuple[int, str, int]) -> bool:
+        for rank, word, step in notes:
+            diaries[rank].note(word, 2, step)
+        return followers.are_quiet(diaries)
+
+    assert not quiet_after((0, "sealed", 3), (1, "sealed", 3))
+    assert not quiet_after((0, "waits", 3), (1, "taken", 4), (1, "sealed", 4), (1, "waits", 4))
+    assert not quiet_after((0, "taken", 4), (0, "waits", 4))
+    assert quiet_after((0, "failed", 4))
+
+
 def test_a_follower_gets_every_version_right_while_processes_die() -> None:
     done, problems = followers.run(1, number=7)
     assert problems == []
