@@ -18,6 +18,7 @@ from pathlib import Path
 from ckptd.daemon import recovery, tasks
 from ckptd.daemon.chunks.pipeline import Pipeline
 from ckptd.daemon.chunks.seal_check import SealCheck, read_sealed
+from ckptd.daemon.chunks.sealed_slot import SealedSlot
 from ckptd.daemon.config import Config
 from ckptd.daemon.engine.engine import PLAN_GRACE_SECONDS, Engine
 from ckptd.daemon.engine.orphans import Orphans
@@ -28,6 +29,7 @@ from ckptd.daemon.engine.seal_intake import SealIntake
 from ckptd.daemon.engine.steps import Steps
 from ckptd.daemon.job.catalog import Catalog
 from ckptd.daemon.job.events import Events
+from ckptd.daemon.job.snapshot import SlotContents
 from ckptd.daemon.journal.journal import Journal
 from ckptd.daemon.journal.place import journal_directory
 from ckptd.daemon.memory import moved_root
@@ -43,7 +45,7 @@ from ckptd.daemon.saving.destination import Destination
 from ckptd.daemon.saving.saver import Saver
 from ckptd.daemon.stage.root import StageRoot, check_apart, check_is_no_stage
 from ckptd.daemon.stage.uploader import Uploader
-from ckptd.shared.formats.segment import RootMark
+from ckptd.shared.formats.segment import RootMark, SegmentHeader
 from ckptd.shared.location import Location
 from ckptd.shared.storage.heartbeat_store import HeartbeatStore
 from ckptd.shared.storage.locate import open_root
@@ -228,20 +230,18 @@ def _composed(
         front.evict = uploader.make_room
     steps = Steps(catalog, slots, saver, config.rank_timeout)
     seal_check = SealCheck()
+
+    async def read(fd: int, header: SegmentHeader) -> tuple[SealedSlot, SlotContents]:
+        return await pipeline.run(partial(read_sealed, fd, header))
+
     seals = SealIntake(
         catalog,
         steps,
         journal,
-        read=lambda fd, header: pipeline.run(partial(read_sealed, fd, header)),
+        read,
         compare=lambda contents, size: pipeline.run(partial(seal_check.compare, contents, size)),
     )
-    copies = PeerCopies(
-        catalog,
-        slots,
-        steps,
-        pipeline.run,
-        read=lambda fd, header: pipeline.run(partial(read_sealed, fd, header)),
-    )
+    copies = PeerCopies(catalog, slots, steps, pipeline.run, read)
     orphans = Orphans(catalog, slots, steps, seals, copies, saver, events, config.memory_ttl)
     take_over = partial(recovery.take_over, claims, catalog, orphans)
     foreign = ForeignMemoryKeeper(slots, str(config.root), config.foreign_memory, take_over)

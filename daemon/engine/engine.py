@@ -290,7 +290,7 @@ class Engine:
         """
         actions = d.durable(job, before=job.attempt)
         self._steps.perform(job, actions)
-        old = [each for each in peer_replicas.needless(job) if each.attempt < job.attempt]
+        old = peer_replicas.needless(job, before=job.attempt)
         return self.copies.free(job, old) or bool(actions)
 
     def plan(self, owner: Owner, number: int, why: str) -> None:

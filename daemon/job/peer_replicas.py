@@ -55,12 +55,16 @@ def outlived(job: Job) -> list[Snapshot]:
     newest = job.newest_in_memory()
     if newest is None or newest.attempt < job.attempt:
         return []
-    return [replica for replica in needless(job) if replica.attempt < job.attempt]
+    return needless(job, before=job.attempt)
 
 
-def needless(job: Job) -> list[Snapshot]:
-    """Return the peer replicas whose memory may be used for something else."""
-    return [replica for replica in job.peer_replicas.values() if is_needless(job, replica)]
+def needless(job: Job, before: int | None = None) -> list[Snapshot]:
+    """Return the peer replicas whose memory may be used for something else.
+
+    If `before` is given, return only those of earlier attempts.
+    """
+    found = [replica for replica in job.peer_replicas.values() if is_needless(job, replica)]
+    return [replica for replica in found if before is None or replica.attempt < before]
 
 
 def owed(job: Job) -> list[Snapshot]:
