@@ -1,4 +1,4 @@
-"""Trains on as many nodes as there are: a node may leave, and another one may join.
+"""Trains on two or more nodes: a node may leave, and another one may join.
 
 Run this on each node, with the same CKPTD_ROOT, which all nodes see:
 
@@ -7,10 +7,11 @@ Run this on each node, with the same CKPTD_ROOT, which all nodes see:
         --rdzv-backend=c10d --rdzv-endpoint=node0:29400 examples/elastic.py
 
 When a node is lost, torchrun starts the ranks of the other nodes again, and they
-continue after the newest step that was in the memory of two nodes. When a node joins,
-they start again with it. The loss of a step does not depend on the number of ranks,
-apart from rounding, because the batch of a step does not: each rank takes an equal
-share.
+continue after the newest step that is replicated or durable. When a node joins, they
+start again with it. If a copy fails, `wait` raises, and torchrun starts the ranks
+again: the next attempt makes copies. On one node, use --wait-every 0. The loss of a
+step does not depend on the number of ranks, apart from rounding, because the batch of a
+step does not: each rank takes an equal share.
 """
 
 from __future__ import annotations
@@ -51,14 +52,17 @@ def described(recovered: Recovered) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Train on any number of nodes under ckptd.")
+    parser = argparse.ArgumentParser(description="Train on two or more nodes under ckptd.")
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--persist-every", type=int, default=100, help="steps between two saves")
     parser.add_argument(
-        "--wait-every", type=int, default=10, help="steps between two waits for copies; 0: none"
+        "--wait-every",
+        type=int,
+        default=10,
+        help="steps between two waits for copies; 0 never waits",
     )
     parser.add_argument("--root", help="directory or URL that all nodes see")
-    parser.add_argument("--losses", type=Path, help="gets {step: loss} at the end")
+    parser.add_argument("--losses", type=Path, help="file that receives {step: loss} at the end")
     args = parser.parse_args()
     if args.root:
         os.environ["CKPTD_ROOT"] = args.root

@@ -1,13 +1,13 @@
-"""Shows that a job on three nodes loses no step that two nodes had in memory, when a
-node dies: `python -m examples.lose_a_node`, which is also the fourth act of the demo.
+"""Shows that a job on three nodes loses no step that two nodes had in memory, when a node
+dies: `python -m examples.lose_a_node`, which is also the fourth act of the demo.
 
 One rank of elastic.py trains on each node (nodes.py). It takes a snapshot of every step
 to memory, and with `replicas = 1` each node also holds a copy of another node's part.
 Nothing goes to storage before the end. At a random moment everything on one node is
 killed, and its memory is gone. An empty node takes its place, torchrun starts the ranks
 again, and they must continue after a step that is no older than the last one that was
-copied. Every loss and every value of the last checkpoint are compared with those of a
-run that was not interrupted.
+copied. Node 0 is never killed, because torchrun's store is there. Every loss and every
+value of the last checkpoint are compared with those of a run that was not interrupted.
 """
 
 from __future__ import annotations
@@ -37,7 +37,9 @@ BACK = re.compile(r"rank (\d+) of \d+ on (\S+): (step (\d+) came back from .*)")
 
 
 def runs(out: Path) -> tuple[Run, ElasticRun]:
-    """Return the run that is not interrupted, which makes no copies, and the other."""
+    """Return the reference, which is not interrupted and makes no copies, and the run on
+    three nodes.
+    """
     alone = Run(
         out,
         "elastic-reference",
@@ -94,8 +96,8 @@ def act(reference: Run, run: ElasticRun, chance: random.Random) -> None:
         say(f"Rank {rank} on {node}: {said}.")
     run.wait_for_end()
     say(
-        f"It has come to its end. Of the steps that had been copied, 0 were lost; "
-        f"{at - 1 - step} newer ones were computed again."
+        f"The training has ended. No step that had been copied was lost; {at - 1 - step} newer "
+        f"steps were computed again."
     )
     computed = check_losses(reference, run)
     print(f"{computed} losses computed for {STEPS} steps: 0 differ from the reference.")
@@ -113,11 +115,11 @@ def main() -> None:
         "--seed",
         type=int,
         default=secrets.randbelow(10_000),
-        help="of the moment of the loss; default: by chance",
+        help="seed of the choice of the node and of the moment; default: random",
     )
     args = parser.parse_args()
     if why := refusal():
-        sys.exit(f"nodes cannot be shown: {why}")
+        sys.exit(f"nodes cannot be simulated on this machine: {why}")
     reference, on_nodes = runs(Path(os.path.abspath(args.out)))
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     say(f"The loss is at a random moment; the same again with --seed {args.seed}.")

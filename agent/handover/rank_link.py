@@ -41,6 +41,7 @@ from ckptd.shared.formats.membership import Membership
 from ckptd.shared.system.failpoints import failpoint
 from ckptd.shared.wire import messages as m
 from ckptd.shared.wire.board import Answer
+from ckptd.shared.wire.session import PEERS
 
 log = logging.getLogger("ckptd.agent")
 
@@ -207,6 +208,11 @@ class RankLink:
             log.warning(
                 "there are no copies of snapshots in the memory of other nodes: %s", begun.alone
             )
+            if PEERS in self.client.welcome.features:
+                self.client.post(
+                    lambda n: m.CopyFailed(id=n, attempt=begun.attempt, reason=begun.alone),
+                    lambda _: None,
+                )
         if begun.peer >= 0 and self.node is not None and isinstance(self.ranks, Exchange | Told):
             self._replicator = Replicator(
                 self.client, self.ranks.new_client, f"{self.job}/peers/{self.node.run_id}",

@@ -12,7 +12,7 @@ MOST_PEERS = 8
 MOST_READERS = 16
 """The most ranks that read from one rank, which runs a thread for each."""
 MOST_PAIRS = 1024
-"""The pairs of ranks in a job that read from one another.
+"""The most pairs of ranks in a job that read from one another.
 
 The process that serves the job's store has two more connections for each.
 """

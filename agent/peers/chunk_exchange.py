@@ -24,7 +24,7 @@ from ckptd.shared.errors import CkptdError, PeerLost
 log = logging.getLogger("ckptd.agent")
 
 _MOST_WANTED = 64
-"""The parts that one rank names as lacking, so that the message stays short."""
+"""The most parts that one rank names as lacking, so that the message stays short."""
 _END_SECONDS = 5.0
 """Seconds that the threads that serve readers have to end, after all ranks have loaded.
 
@@ -51,7 +51,9 @@ class ChunkExchange:
         slots: Mapping[int, SlotSource],
         patience: float,
     ) -> None:
-        """opened: a checkpoint that was opened with `slots_later`. slots: the slots in
+        """Prepare the exchange.
+
+        opened: a checkpoint that was opened with `slots_later`. slots: the slots in
         the memory of this node, by rank, which stay open until `close`. patience: how
         many seconds all ranks together may take to load.
         """
@@ -121,7 +123,7 @@ class ChunkExchange:
                 patience=self._patience,
             )
         except (CkptdError, OSError) as error:  # the reader has another way
-            log.debug("%s is served no more: %s", name, error)
+            log.debug("stopped serving chunks over %s: %s", name, error)
 
     def _read_from(self, server: int, parts: Sequence[int], requests: Requests) -> None:
         self._requests.append(requests)
@@ -135,7 +137,7 @@ class ChunkExchange:
         try:
             return self._ranks.new_client()
         except CkptdError as error:
-            log.warning("no chunks are exchanged with a peer: %s", error)
+            log.warning("this rank reads from storage what a peer might have sent: %s", error)
             return None
 
     @property

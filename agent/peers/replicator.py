@@ -56,7 +56,8 @@ AWAY_SECONDS = 60.0
 
 
 class Replicator:
-    """The copies of one rank in one attempt.
+    """The threads that copy the slots of one rank, and receive those of others, in one
+    attempt.
 
     client: the connection to the daemon. store: makes a client of the job's store that
     nothing else uses. prefix: the prefix of the names of pairs in the store. peer: the
@@ -139,7 +140,7 @@ class Replicator:
             except (CkptdError, OSError) as error:
                 self._fail(error)
             except Exception as error:
-                log.exception("copies in the memory of other nodes")
+                log.exception("copying snapshots to other nodes has failed unexpectedly")
                 self._fail(InternalError(f"{error!r}; the log of the training has more"))
 
         thread = threading.Thread(target=run, name=f"ckptd-peer-{name}", daemon=True)
@@ -154,7 +155,7 @@ class Replicator:
             self._failed = True
         self._kept.clear()
         log.warning(
-            "there are no more copies of snapshots in the memory of other nodes in this attempt: "
+            "no further copies of snapshots are made in the memory of other nodes in this attempt: "
             "%s; the training and its saves go on",
             error,
         )

@@ -1,5 +1,5 @@
-"""Requests for the chunks of slots in the memory of a peer, over the connection with it
-(PROTOCOL.md, *Recovery from peers between agents*).
+"""Requests for the chunks of slots in the memory of a peer, and the service of such
+requests (PROTOCOL.md, *Recovery from peers between agents*).
 """
 
 from __future__ import annotations
@@ -128,14 +128,16 @@ class Requests:
 
 
 class PeerSlot:
-    """The slot of a rank in the memory of a peer, in place of the part that was written
-    from it.
+    """A slot in the memory of a peer, whose chunks are read instead of those of the part
+    that was written from it.
 
     `bytes_read` is the length of all chunks that were found sound.
     """
 
     def __init__(self, requests: Requests, peer: int, rank: int, chunks: Sequence[Chunk]) -> None:
-        """peer: the rank that sends the chunks. rank: the rank that filled the slot.
+        """Refer to the slot.
+
+        peer: the rank that sends the chunks. rank: the rank that filled the slot.
         chunks: those of the part.
         """
         self._requests = requests

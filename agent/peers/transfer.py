@@ -104,7 +104,7 @@ class SlotToSend:
 
     @classmethod
     def of(cls, slot: MappedSlot) -> SlotToSend:
-        """Return the slot as a source.
+        """Return the slot as it is to be sent.
 
         Raises IntegrityError if it is not sealed, and PeerLost if another thread has
         forgotten it.
@@ -148,7 +148,7 @@ def send_slot(pair: Pair, source: SlotToSend, pace: SendingPace) -> None:
         if kind == SEALED:
             return
         numbers = _numbers(said, len(ranges))
-    raise PeerLost(f"a peer has asked for chunks more than {_MOST_TRIES} times")
+    raise PeerLost(f"a peer has asked for chunks again more than {_MOST_TRIES - 1} times")
 
 
 def _send_chunks(

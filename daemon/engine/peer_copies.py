@@ -77,7 +77,7 @@ class PeerCopies:
         answer = job.answer
         if answer.alone and not before.alone:
             log_events.REPLICAS_OFF.log(
-                log, "job %s: there are no more copies in the memory of other nodes: %s",
+                log, "job %s: no further copies are made in the memory of other nodes: %s",
                 job.name, answer.alone, job=job.name, attempt=job.attempt, reason=answer.alone,
             )  # fmt: skip
         news = _news(job, answer)
@@ -118,7 +118,7 @@ class PeerCopies:
         if request.attempt != job.attempt:
             return f"attempt {request.attempt} is not the newest one here, {job.attempt}"
         for segment, (_, of) in list(job.receiving.items()):
-            if of == rank:  # a rank sends one copy at a time, so that this one was given up
+            if of == rank:  # a rank sends one copy at a time, so it has given this one up
                 del job.receiving[segment]
         until = asyncio.get_running_loop().time() + WAIT_SECONDS
         try:
@@ -289,8 +289,8 @@ class PeerCopies:
                 self._slots.release(slot)
 
     def end_attempt(self, job: Job) -> None:
-        """Forget what the ranks of the attempt before were receiving, and why they made
-        no copies.
+        """Forget the copies that the ranks of the last attempt were receiving, and the
+        reason why copies were off.
         """
         job.alone = ""
         job.receiving.clear()

@@ -55,8 +55,8 @@ class Debt(Protocol):
         """True if it is saved, False if it is merely no longer needed."""
 
     def now(self, uploads: UploadProgress | None) -> Debt | None:
-        """Return what is owed now in its place: itself, what it has become, or None if it
-        is no longer owed.
+        """Return the debt that this one has become: itself, its successor, or None if
+        nothing is owed any more.
 
         uploads: how far the uploads are, or None if there is no stage.
         """
@@ -68,17 +68,17 @@ class Debt(Protocol):
         """
 
     def due(self, uploads: UploadProgress | None) -> Due:
-        """Return what keeps it on this node."""
+        """Return the entry for this debt in the reply to Drain."""
 
     def is_hopeless(self, uploads: UploadProgress | None) -> bool:
-        """Return True if it has failed in a way that no further try can mend."""
+        """Return True if the save has failed, and no further try can succeed."""
 
 
 def owed(job: Job) -> list[Snapshot]:
     """Return the snapshots of a job that have not left this node.
 
-    These are the snapshots of `Job.unsaved`. Of several nodes, they are also those that
-    this node has delivered and that wait for other nodes. If none of the trainers is on
+    These are the snapshots of `Job.unsaved`. Of a job of several nodes, they are also
+    those that this node has delivered and that wait for other nodes. If none of the trainers is on
     this node any more, they are also the peer replicas that nobody has delivered.
     """
     found = job.unsaved()
@@ -119,8 +119,8 @@ class SnapshotDebt:
         return self.snapshot.delivered or self.job.is_durable(*self.snapshot.key)
 
     def now(self, uploads: UploadProgress | None) -> Debt | None:
-        """With a stage, a snapshot that is saved becomes the debt of an upload. A snapshot
-        that was freed before it was saved becomes the one that has replaced it.
+        """Return the debt of the upload if the snapshot is on the stage, and the debt of
+        its successor if the snapshot was freed unsaved.
         """
         job, snapshot = self.job, self.snapshot
         if has_left(job, snapshot):

@@ -47,8 +47,8 @@ def is_needless(job: Job, replica: Snapshot) -> bool:
 
 
 def outlived(job: Job) -> list[Snapshot]:
-    """Return the peer replicas of earlier attempts whose memory may be freed: a newer
-    snapshot is in the memory of this node, too.
+    """Return the peer replicas of earlier attempts whose memory may be freed, because this
+    node holds a snapshot of the newest attempt.
 
     Until then a recovery may read them.
     """

@@ -1,5 +1,5 @@
-"""Saves what is owed before this node goes, while the daemon runs on and the trainers
-may train on, and says what has not left in time.
+"""Saves the snapshots and uploads that are owed before this node is shut down, and says
+what is still owed at the deadline. The daemon runs on, and trainers may train on.
 
 `daemon/job/dues.py` decides what is owed, and says of each debt whether it has left. What
 is owed is decided once, when a drain begins: a training that never pauses would
@@ -39,7 +39,10 @@ class DrainUnderWay:
     """A drain of one job of a daemon, or of all its jobs."""
 
     def __init__(self, parts: Components, job: str, seconds: float) -> None:
-        """job: the name of the job, or "" for all jobs. seconds: the time to wait."""
+        """Prepare a drain.
+
+        job: the name of the job, or "" for all jobs. seconds: the time to wait.
+        """
         self._parts = parts
         self._job, self._seconds = job, seconds
         self._saved: list[str] = []
@@ -103,7 +106,7 @@ class DrainUnderWay:
             self._parts.steps.show(self._parts.catalog.job(snapshot.job))
 
     def _left(self, debts: Iterable[Debt]) -> list[Debt]:
-        """Return what is still owed, and note what is saved."""
+        """Return the debts that are still owed, and record those that were saved."""
         uploads, left = self._uploads(), dict[str, Debt]()
         for debt in debts:
             now = debt.now(uploads)

@@ -79,6 +79,13 @@ def replicas(node: Node) -> list[tuple[int, list[int]]]:
     return [(each["step"], each["ranks"]) for each in found["peer_replicas"]]
 
 
+def off(node: Node) -> str:
+    """Return the reason why no copies are made, as the status of a node says it."""
+    assert node.daemon is not None
+    (found,) = (job for job in node.daemon.status()["jobs"] if job["job"] == JOB)
+    return found["replicas_off"] or ""
+
+
 # -- one node is lost with its memory
 
 
@@ -277,6 +284,8 @@ def test_a_daemon_without_replicas_turns_them_off_for_all(three: Nodes) -> None:
         ranks.call(begin, sockets(three, 0, 1, 2))
         said = ranks.call(copy, 5)
         assert all("is set to replicas = 0, and others to 1: set the same" in each for each in said)
+        for node in three:
+            until(lambda node=node: "set the same" in off(node), "reason in the status")
         assert ranks.call(close) == [None] * 3
 
 
@@ -286,6 +295,8 @@ def test_nodes_of_one_domain_have_no_peer() -> None:
         ranks.call(begin, sockets(two, 0, 1))
         said = ranks.call(copy, 5)
         assert all("all 2 nodes are in the domain 'rack7'" in each for each in said)
+        for node in two:
+            until(lambda node=node: "in the domain 'rack7'" in off(node), "reason in the status")
         ranks.call(close)
 
 

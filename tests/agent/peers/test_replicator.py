@@ -247,7 +247,7 @@ def test_a_copy_without_a_segment_is_reported_once_by_both(
         world.copy(7)
         until(lambda: not threads("ckptd-peer-"), "the end of the threads")
     assert [len(world.reports(rank)) for rank in (0, 1)] == [1, 1]
-    assert caplog.text.count("there are no more copies of snapshots") == 2
+    assert caplog.text.count("no further copies of snapshots") == 2
     assert world.clients[1].of(m.Abandon) == []
 
 

@@ -115,7 +115,7 @@ REPLIES: tuple[m.Reply | m.Notification, ...] = (
         ),
     ),
     m.Uploads(re=0, attempt=2, uploaded=[900], waiting=[1000]),
-    m.PeerReplicas(re=0, attempt=2, replicating=1000, replicated=[900], alone="no room"),
+    m.PeerReplicas(re=0, attempt=2, replicated=[900], alone="no room"),
     m.Waiting(re=0, attempt=2, step=1000, ranks=[1, 3]),
     m.Remark(re=0, text="job gpt: the root has room for 2 more of its checkpoints"),
     m.Error(re=4, code="quota", message="too much", retry=True),
