@@ -8,7 +8,7 @@ class; `daemon/process/drain.py` makes the debts and waits for them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -49,6 +49,13 @@ class Debt(Protocol):
     @property
     def place(self) -> str:
         """The job and the tag, as in `gpt/best.a0001`."""
+
+    @property
+    def key(self) -> tuple[str, int]:
+        """The place, and the lowest rank of the snapshot that is to be saved, or -1.
+
+        A node may owe several parts of one step: its own, and copies of others.
+        """
 
     @property
     def is_saved(self) -> bool:
@@ -115,6 +122,10 @@ class SnapshotDebt:
         return f"{self.job.name}/{self.snapshot.directory}"
 
     @property
+    def key(self) -> tuple[str, int]:
+        return self.place, self.snapshot.ranks[0]
+
+    @property
     def is_saved(self) -> bool:
         return self.snapshot.delivered or self.job.is_durable(*self.snapshot.key)
 
@@ -174,6 +185,10 @@ class UploadDebt:
         return f"{self.job.name}/{self.checkpoint.tag}"
 
     @property
+    def key(self) -> tuple[str, int]:
+        return self.place, -1
+
+    @property
     def is_saved(self) -> bool:
         return self.checkpoint.tag in self.job.in_root
 
@@ -204,6 +219,25 @@ class UploadDebt:
 
     def is_hopeless(self, uploads: UploadProgress | None) -> bool:
         return self.due(uploads).state == FAILED
+
+
+def still_owed(
+    debts: Iterable[Debt], uploads: UploadProgress | None
+) -> tuple[list[Debt], list[str]]:
+    """Return the debts that are still owed, and the places that were saved: those of
+    saved debts of which no other debt is left.
+
+    uploads: how far the uploads are, or None if there is no stage.
+    """
+    left, saved = dict[tuple[str, int], Debt](), dict[str, None]()
+    for debt in debts:
+        now = debt.now(uploads)
+        if now is not None:
+            left[now.key] = now
+        elif debt.is_saved:
+            saved[debt.place] = None
+    owed = {debt.place for debt in left.values()}
+    return list(left.values()), [place for place in saved if place not in owed]
 
 
 def _staged(job: Job, key: Key) -> StoredCheckpoint | None:

@@ -66,8 +66,9 @@ class DrainUnderWay:
                 retry, pause = loop.time() + pause, min(2 * pause, LONGEST_PAUSE)
                 self._save(failed)
             self._save(s for s in to_save if s.state is not SnapshotState.FAILED)
-            debts = self._left(debts)
             uploads = self._uploads()
+            debts, saved = dues.still_owed(debts, uploads)
+            self._saved += saved
             if loop.time() >= until or all(debt.is_hopeless(uploads) for debt in debts):
                 break
             await asyncio.sleep(min(LOOK_SECONDS, until - loop.time()))
@@ -104,17 +105,6 @@ class DrainUnderWay:
             snapshot.drained |= not snapshot.persist
             self._parts.steps.save_unasked(snapshot, "this node is being drained")
             self._parts.steps.show(self._parts.catalog.job(snapshot.job))
-
-    def _left(self, debts: Iterable[Debt]) -> list[Debt]:
-        """Return the debts that are still owed, and record those that were saved."""
-        uploads, left = self._uploads(), dict[str, Debt]()
-        for debt in debts:
-            now = debt.now(uploads)
-            if now is not None:
-                left[now.place] = now
-            elif debt.is_saved and debt.place not in self._saved:
-                self._saved.append(debt.place)
-        return list(left.values())
 
     def _told(self, owed: list[Due], seconds: float) -> Drained:
         """Log the outcome, and return the reply."""

@@ -79,11 +79,16 @@ def replicas(node: Node) -> list[tuple[int, list[int]]]:
     return [(each["step"], each["ranks"]) for each in found["peer_replicas"]]
 
 
-def off(node: Node) -> str:
-    """Return the reason why no copies are made, as the status of a node says it."""
+def until_off(node: Node, words: str) -> None:
+    """Wait until the status of a node says that no copies are made, for this reason."""
     assert node.daemon is not None
-    (found,) = (job for job in node.daemon.status()["jobs"] if job["job"] == JOB)
-    return found["replicas_off"] or ""
+    daemon = node.daemon
+
+    def is_off() -> bool:
+        (found,) = (job for job in daemon.status()["jobs"] if job["job"] == JOB)
+        return words in (found["replicas_off"] or "")
+
+    until(is_off, f"{words!r} in the status")
 
 
 # -- one node is lost with its memory
@@ -285,7 +290,7 @@ def test_a_daemon_without_replicas_turns_them_off_for_all(three: Nodes) -> None:
         said = ranks.call(copy, 5)
         assert all("is set to replicas = 0, and others to 1: set the same" in each for each in said)
         for node in three:
-            until(lambda node=node: "set the same" in off(node), "reason in the status")
+            until_off(node, "set the same")
         assert ranks.call(close) == [None] * 3
 
 
@@ -296,7 +301,7 @@ def test_nodes_of_one_domain_have_no_peer() -> None:
         said = ranks.call(copy, 5)
         assert all("all 2 nodes are in the domain 'rack7'" in each for each in said)
         for node in two:
-            until(lambda node=node: "in the domain 'rack7'" in off(node), "reason in the status")
+            until_off(node, "in the domain 'rack7'")
         ranks.call(close)
 
 

@@ -133,6 +133,25 @@ def test_a_snapshot_that_was_replaced_before_it_was_saved_becomes_its_successor(
     assert SnapshotDebt(made, failed).now(None) == SnapshotDebt(made, newer)
 
 
+def test_a_step_is_saved_once_its_copies_of_other_nodes_are_too() -> None:
+    own, copy = held(5, S.FAILED, node=HERE), held(5, node=PEER, peer_replica=True)
+    made = job(own, copy, node=HERE, owners=False)
+    debts: list[dues.Debt] = [SnapshotDebt(made, own), SnapshotDebt(made, copy)]
+    assert dues.still_owed(debts, None) == (debts, [])
+    copy.state, copy.delivered = S.WRITTEN, True
+    assert dues.still_owed(debts, None) == (debts[:1], [])
+    own.state, own.delivered = S.WRITTEN, True
+    assert dues.still_owed(debts[:1], None) == ([], [f"gpt/{tag(5)}"])
+    assert dues.still_owed(debts, None) == ([], [f"gpt/{tag(5)}"])
+
+
+def test_two_snapshots_that_one_has_replaced_are_owed_once() -> None:
+    first, second, newer = held(5, S.RELEASED), held(6, S.RELEASED), held(7)
+    made = job(first, second, newer)
+    debts = [SnapshotDebt(made, first), SnapshotDebt(made, second)]
+    assert dues.still_owed(debts, None) == ([SnapshotDebt(made, newer)], [])
+
+
 def test_a_snapshot_that_was_deleted_is_not_owed() -> None:
     assert SnapshotDebt(job(), held(5, S.RELEASED)).now(None) is None
 
