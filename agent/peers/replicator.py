@@ -31,10 +31,17 @@ from ckptd.agent.peers.transfer import (
     receive_offer,
     receive_slot,
     refuse,
+    report_damage,
     send_slot,
 )
 from ckptd.agent.threads.flag import Waiters
-from ckptd.shared.errors import CkptdError, DaemonUnreachable, InternalError, PeerLost
+from ckptd.shared.errors import (
+    CkptdError,
+    DaemonUnreachable,
+    IntegrityError,
+    InternalError,
+    PeerLost,
+)
 from ckptd.shared.formats.segment import SlotState
 from ckptd.shared.system.descriptor import Descriptor
 from ckptd.shared.system.failpoints import failpoint
@@ -104,14 +111,16 @@ class Replicator:
 
     def keep(self, slot: MappedSlot) -> None:
         """Keep the memory of a slot that is about to be replaced by a larger one, if it
-        holds a snapshot that may still have to be copied.
+        holds a snapshot that is to be copied and may not have been copied yet.
         """
         header = slot.header
         if self._ended or self._failed or header.state is not SlotState.SEALED:
             return
         if header.step is not None and header.step >= self._step:
             with suppress(CkptdError, OSError):  # as if the slot were no longer in memory
-                self._kept[header.step] = SlotToSend.of(slot)
+                source = SlotToSend.of(slot)
+                if source.request.replicate:
+                    self._kept[header.step] = source
 
     def end(self) -> None:
         """End the copies, and do not wait for the threads. May be called again.
@@ -209,7 +218,13 @@ class Replicator:
             if (source := self._source(step)) is None:
                 log.debug("the slot of step %d is no longer in memory: it is not copied", step)
                 continue
-            send_slot(pair, source, pace)
+            try:
+                send_slot(pair, source, pace)
+            except IntegrityError as error:
+                if not source.is_refilled:
+                    raise
+                log.debug("step %d is not copied, its slot is filled again: %s", step, error)
+                continue
             failpoint("agent.copy.confirmed")
 
     def _source(self, step: int) -> SlotToSend | None:
@@ -218,8 +233,11 @@ class Replicator:
         """
         slot = self._find(step)
         if slot is not None:
-            with suppress(PeerLost):  # a larger slot has just replaced it
-                return SlotToSend.of(slot)
+            # The slot has just been replaced by a larger one, or is being filled again.
+            with suppress(PeerLost, IntegrityError):
+                source = SlotToSend.of(slot)
+                if source.header.step == step:
+                    return source
         return self._kept.pop(step, None)
 
     # -- this rank receives
@@ -249,8 +267,8 @@ class Replicator:
                 segment.forget()
 
     def _take(self, pair: Pair, source: int, said: bytes, segments: dict[str, MappedSlot]) -> int:
-        """Receive the slot that was offered, into a segment of the daemon. Return its
-        step.
+        """Receive the slot that was offered, into a segment of the daemon, and tell the
+        peer whether it has arrived whole or damaged. Return its step.
 
         said: the encoded offer. segments: those that are mapped, by name. Raises
         CkptdError or OSError, after the peer was told.
@@ -265,19 +283,25 @@ class Replicator:
                     f"expected rank {source} in attempt {self._attempt}"
                 )
             segment = self._segment(offer, segments)
-            receive_slot(pair, offer, segment)
-            name = segment.name
-            self._call(lambda n: m.Hosted(id=n, segment=name), m.Done, DONE_SECONDS)
+            if whole := receive_slot(pair, offer, segment):
+                name = segment.name
+                self._call(lambda n: m.Hosted(id=n, segment=name), m.Done, DONE_SECONDS)
         except (CkptdError, OSError) as error:
             if segment is not None:
-                given_back = segment.name
-                self._client.post(lambda n: m.Abandon(id=n, segment=given_back), lambda _: None)
+                self._give_back(segment)
             with suppress(PeerLost):  # the reason is the first error
                 refuse(pair, str(error))
             raise
-        confirm(pair)
+        if whole:
+            confirm(pair)
+        else:
+            self._give_back(segment)
+            report_damage(pair)
         assert header.step is not None
         return header.step
+
+    def _give_back(self, segment: MappedSlot) -> None:
+        self._client.post(lambda n: m.Abandon(id=n, segment=segment.name), lambda _: None)
 
     def _segment(self, offer: SlotOffer, segments: dict[str, MappedSlot]) -> MappedSlot:
         """Return a segment of the daemon for the slot that was offered.
@@ -289,8 +313,8 @@ class Replicator:
         step, mapped = header.step, list(segments)
         reply, descriptors = self._call(
             lambda n: m.Host(
-                id=n, rank=header.rank, attempt=header.attempt, step=step, capacity=offer.used,
-                chunk_size=header.chunk_size, mapped=mapped,
+                id=n, rank=header.rank, attempt=header.attempt, step=step,
+                capacity=header.capacity, chunk_size=header.chunk_size, mapped=mapped,
             ),
             m.Reply,
             HOST_SECONDS,

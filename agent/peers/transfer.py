@@ -1,10 +1,11 @@
 """Copies a sealed slot to a peer, chunk by chunk, over a pair (PROTOCOL.md, *Copies
 between agents*).
 
-The sender reads its own slot, which the daemon keeps as it is meanwhile. The receiver
-gets the bytes straight into a segment of its daemon, and compares each chunk with the
-checksum of the seal while the next one is on its way. Nothing that a peer sends is
-trusted: lengths are checked before memory is touched.
+The sender reads its own slot. The receiver gets the bytes straight into a segment of its
+daemon, and compares each chunk with the checksum of the seal while the next one is on
+its way. If the slot is filled again meanwhile, because the daemon has freed it, its bytes
+arrive damaged: the receiver says so, and the sender knows the reason. Nothing that a peer
+sends is trusted: lengths are checked before memory is touched.
 """
 
 from __future__ import annotations
@@ -24,8 +25,9 @@ from ckptd.shared.errors import IntegrityError, PeerLost
 from ckptd.shared.formats.binary import ALIGN
 from ckptd.shared.formats.plan import MAX_DOCUMENT, ChunkRange, Plan, chunk_ranges, with_values
 from ckptd.shared.formats.segment import Extent, SegmentHeader, SlotState
+from ckptd.shared.formats.snapshot_request import SnapshotRequest
 
-OFFER, ACCEPT, REFUSE, RESEND, SEALED, READY = 1, 2, 3, 4, 5, 6
+OFFER, ACCEPT, REFUSE, RESEND, SEALED, READY, DAMAGED = 1, 2, 3, 4, 5, 6, 7
 """The kinds of messages. Chunks have none."""
 STALL_SECONDS = 60.0
 """Seconds within which a message must have passed."""
@@ -98,6 +100,7 @@ class SlotToSend:
     a copy from an accelerator.
     """
 
+    slot: MappedSlot
     header: SegmentHeader
     checks: Sequence[int] | None
     data: torch.Tensor
@@ -106,8 +109,8 @@ class SlotToSend:
     def of(cls, slot: MappedSlot) -> SlotToSend:
         """Return the slot as it is to be sent.
 
-        Raises IntegrityError if it is not sealed, and PeerLost if another thread has
-        forgotten it.
+        Raises IntegrityError if it is not sealed or is filled again meanwhile, and
+        PeerLost if another thread has forgotten it.
         """
         data, header = slot.data, slot.header
         try:
@@ -116,14 +119,34 @@ class SlotToSend:
             raise PeerLost(f"the slot of step {header.step} is no longer in memory") from None
         if header.state is not SlotState.SEALED:
             raise IntegrityError(f"the slot of step {header.step} is not sealed")
-        return cls(header, checks, data)
+        source = cls(slot, header, checks, data)
+        source.check_not_refilled()
+        return source
+
+    @property
+    def is_refilled(self) -> bool:
+        """True once the slot is being filled again, or has been. It stays False for a
+        slot that was replaced, because nothing fills its memory any more.
+        """
+        return self.slot.header.generation != self.header.generation
+
+    def check_not_refilled(self) -> None:
+        """Raise IntegrityError if the slot has been filled again."""
+        if self.is_refilled:
+            raise IntegrityError(f"the slot of step {self.header.step} has been filled again")
+
+    @property
+    def request(self) -> SnapshotRequest:
+        """The request document of the slot. Raises IntegrityError."""
+        return SnapshotRequest.decode(_part(self.data, self.header.request).numpy().tobytes())
 
 
 def send_slot(pair: Pair, source: SlotToSend, pace: SendingPace) -> None:
     """Copy a sealed slot to the peer, and return once the peer has sealed its copy.
 
     Raises PeerLost if the peer refuses it, or if the connection fails; IntegrityError if
-    the slot is damaged.
+    the slot is damaged or has been filled again. After an IntegrityError the pair can still
+    be used.
     """
     header, checks, data = source.header, source.checks, source.data
     ranges = ranges_of(header, data)
@@ -131,12 +154,15 @@ def send_slot(pair: Pair, source: SlotToSend, pace: SendingPace) -> None:
         checks = [crc32c(_chunk(data, chunk).numpy().data) for chunk in ranges]
     if len(ranges) != len(checks):
         raise IntegrityError(f"the slot of step {header.step} has checksums of another snapshot")
+    source.check_not_refilled()  # else the checksums may be those of the bytes of two snapshots
     _say(pair, OFFER, SlotOffer(header, checks).encode())
     _hear(pair, ACCEPT, seconds=ANSWER_SECONDS)
     for extent in (header.plan, header.request):
         pace.wait(extent.length)
         pair.send(_part(data, extent), STALL_SECONDS)
-    _, said = _hear(pair, READY, seconds=ANSWER_SECONDS)
+    kind, said = _hear(pair, READY, DAMAGED, seconds=ANSWER_SECONDS)
+    if kind == DAMAGED:
+        raise IntegrityError(f"a document of step {header.step} has arrived damaged at the peer")
     if said != digest(ranges):
         raise PeerLost(
             "a peer divides a slot into other chunks: install the same ckptd on all nodes"
@@ -144,9 +170,13 @@ def send_slot(pair: Pair, source: SlotToSend, pace: SendingPace) -> None:
     numbers: Sequence[int] = range(len(ranges))
     for _ in range(_MOST_TRIES):
         _send_chunks(pair, data, [ranges[number] for number in numbers], pace)
-        kind, said = _hear(pair, RESEND, SEALED, seconds=ANSWER_SECONDS)
+        kind, said = _hear(pair, RESEND, SEALED, DAMAGED, seconds=ANSWER_SECONDS)
         if kind == SEALED:
             return
+        if kind == DAMAGED:
+            raise IntegrityError(
+                f"a chunk of step {header.step} has arrived damaged at the peer {_MOST_TRIES} times"
+            )
         numbers = _numbers(said, len(ranges))
     raise PeerLost(f"a peer has asked for chunks again more than {_MOST_TRIES - 1} times")
 
@@ -192,12 +222,15 @@ def refuse(pair: Pair, reason: str) -> None:
     _say(pair, REFUSE, reason.encode()[:_MOST_ANSWER])
 
 
-def receive_slot(pair: Pair, offer: SlotOffer, segment: MappedSlot) -> None:
-    """Accept an offer, and receive the slot into a segment, which is sealed at the end.
+def receive_slot(pair: Pair, offer: SlotOffer, segment: MappedSlot) -> bool:
+    """Accept an offer, and receive the slot into a segment. Return True once the segment
+    is sealed.
 
-    The caller then tells the peer by `confirm`. Raises PeerLost; IntegrityError if the
-    slot does not fit into the segment, a document is not sound, or a chunk has arrived
-    damaged `_MOST_TRIES` times; OSError.
+    Return False if a document has arrived damaged, or a chunk `_MOST_TRIES` times. The
+    caller then tells the peer: by `confirm`, or by `report_damage`.
+
+    Raises PeerLost; IntegrityError if the slot does not fit into the segment, or its
+    plan is not sound; OSError.
     """
     header, data = offer.header, segment.data
     mine = segment.header
@@ -210,10 +243,11 @@ def receive_slot(pair: Pair, offer: SlotOffer, segment: MappedSlot) -> None:
     assert header.step is not None
     segment.begin_copy(header.step)
     _say(pair, ACCEPT)
-    for extent in (header.plan, header.request):
+    documents = header.plan, header.request
+    for extent in documents:
         pair.receive(_part(data, extent), STALL_SECONDS)
-        if crc32c(_part(data, extent).numpy().data) != extent.crc:
-            raise IntegrityError(f"a document of rank {header.rank} has arrived damaged")
+    if any(crc32c(_part(data, extent).numpy().data) != extent.crc for extent in documents):
+        return False
     ranges = ranges_of(header, data)
     if len(ranges) != len(offer.checks):
         raise IntegrityError(
@@ -226,17 +260,20 @@ def receive_slot(pair: Pair, offer: SlotOffer, segment: MappedSlot) -> None:
         if not numbers:
             break
         if not left:
-            raise IntegrityError(
-                f"chunk {numbers[0]} of step {header.step} of rank {header.rank} has arrived "
-                f"damaged {_MOST_TRIES} times"
-            )
+            return False
         _say(pair, RESEND, struct.pack(f"<{len(numbers)}I", *numbers))
     segment.seal_copy(header, list(offer.checks))
+    return True
 
 
 def confirm(pair: Pair) -> None:
     """Tell the peer that its slot is copied. Raises PeerLost."""
     _say(pair, SEALED)
+
+
+def report_damage(pair: Pair) -> None:
+    """Tell the peer that its slot has arrived damaged. Raises PeerLost."""
+    _say(pair, DAMAGED)
 
 
 def _damaged(

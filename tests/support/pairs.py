@@ -18,6 +18,7 @@ from ckptd.agent.peers.pair import Pair, finish
 from ckptd.agent.plan.layout import layout_of, plan_locally
 from ckptd.shared.formats.plan import MIN_CHUNK
 from ckptd.shared.formats.segment import SegmentHeader, write_header
+from ckptd.shared.formats.snapshot_request import SnapshotRequest
 from ckptd.shared.system.descriptor import Descriptor
 
 CAPACITY = 600_000
@@ -134,7 +135,10 @@ def sealed_slot(directory: Path, name: str, step: int = 5, **changes: Any) -> Ma
     return slot
 
 
-def fill(slot: MappedSlot, step: int) -> None:
+REQUEST = SnapshotRequest(replicate=True).encode()
+
+
+def fill(slot: MappedSlot, step: int, values: bytes = b"values", request: bytes = REQUEST) -> None:
     local = plan_locally(STATE)
     layout = layout_of(local.rows, local.aliases, metadata=None, global_plan=bytes(32))
 
@@ -142,4 +146,4 @@ def fill(slot: MappedSlot, step: int) -> None:
         raise AssertionError("no source is on an accelerator")
 
     slot.fill([STATE[item.fqn] for item in layout.plan.items], layout, step, carry)
-    slot.seal(layout, Documents(b"values", b"request"))
+    slot.seal(layout, Documents(values, request))

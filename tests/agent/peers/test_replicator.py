@@ -15,11 +15,12 @@ import torch
 
 from ckptd.agent.copy.mapped_slot import MappedSlot
 from ckptd.agent.link.client import Client
-from ckptd.agent.peers import replicator
+from ckptd.agent.peers import replicator, transfer
 from ckptd.agent.peers.replicator import Replicator
-from ckptd.shared.errors import CkptdError, DaemonUnreachable
+from ckptd.shared.errors import CkptdError, DaemonUnreachable, IntegrityError
 from ckptd.shared.formats.plan import MIN_CHUNK
 from ckptd.shared.formats.segment import SegmentHeader
+from ckptd.shared.formats.snapshot_request import SnapshotRequest
 from ckptd.shared.system.descriptor import Descriptor
 from ckptd.shared.wire import messages as m
 from tests.support.daemons import until
@@ -138,7 +139,7 @@ def test_the_step_that_the_daemon_names_is_copied(world: World) -> None:
     world.copied(1)
     (host,), (hosted,) = world.clients[1].of(m.Host), world.clients[1].of(m.Hosted)
     assert (host.rank, host.attempt, host.step, host.chunk_size) == (0, 1, 5, MIN_CHUNK)
-    assert host.capacity <= CAPACITY
+    assert host.capacity == CAPACITY  # with the slack of the slot, so that its state may grow
     assert (host.mapped, hosted.segment) == ([], "copy-1")
     with open(world.shm / "copy-1", "rb") as file:
         header = SegmentHeader.decode(file.read(4096))
@@ -206,11 +207,117 @@ def test_a_replaced_slot_is_kept_only_while_it_may_be_copied(
     assert list(world.sender._kept) == []
 
 
+def test_a_replaced_slot_that_is_not_to_be_copied_is_not_kept(world: World) -> None:
+    fill(world.slots[5], 5, request=SnapshotRequest().encode())
+    world.sender.keep(world.slots[5])
+    assert list(world.sender._kept) == []
+
+
 def test_a_daemon_that_is_restarted_meanwhile_is_asked_again(world: World) -> None:
     world.clients[1].errors = [DaemonUnreachable("gone"), DaemonUnreachable("gone")]
     world.clients[0].errors = [DaemonUnreachable("gone")]
     world.copy(5)
     world.copied(1)
+
+
+# -- slots that are filled again
+
+
+OTHERS = [{"values": b"others"}, {"request": SnapshotRequest(persist=False).encode()}]
+"""Documents of another snapshot: their bytes arrive as a damaged chunk, or document."""
+
+
+@pytest.mark.parametrize("documents", OTHERS, ids=["a chunk", "a document"])
+def test_a_slot_that_is_filled_again_during_its_copy_is_passed_over(
+    world: World, documents: dict[str, bytes], caplog: pytest.LogCaptureFixture
+) -> None:
+    slot, make = world.slots[5], world.clients[1].new_segment
+
+    def refill(request: m.Host) -> tuple[m.Reply, Sequence[Descriptor]]:
+        fill(slot, 6, **documents)
+        return make(request)
+
+    world.clients[1].new_segment = refill  # type: ignore[method-assign]
+    with caplog.at_level(logging.WARNING, "ckptd.agent"):
+        world.copy(5)
+        until(lambda: bool(world.clients[1].of(m.Abandon)), "the return of the segment")
+        world.slots[6] = slot
+        world.copy(6)
+        world.copied(1)
+    assert [host.step for host in world.clients[1].of(m.Host)] == [5, 6]
+    assert [each.segment for each in world.clients[1].of(m.Abandon)] == ["copy-1"]
+    assert caplog.text == ""
+
+
+def test_a_slot_that_is_filled_again_while_its_checksums_are_read_is_passed_over(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slot = world.slots[5]
+
+    def refill() -> None:
+        monkeypatch.undo()
+        fill(slot, 6)
+        world.slots[6] = slot
+
+    monkeypatch.setattr(slot, "checks", refill)
+    assert_only_step_6_is_copied(world)
+
+
+def test_a_slot_that_is_filled_again_while_its_plan_is_read_is_passed_over(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slot = world.slots[5]
+
+    def refill(header: SegmentHeader, data: torch.Tensor) -> None:
+        monkeypatch.undo()
+        fill(slot, 6)
+        world.slots[6] = slot
+        raise IntegrityError("the plan cannot be read")
+
+    monkeypatch.setattr(transfer, "ranges_of", refill)
+    assert_only_step_6_is_copied(world)
+
+
+def test_a_slot_that_is_sealed_again_after_it_was_found_is_passed_over(world: World) -> None:
+    def find(step: int) -> MappedSlot | None:
+        if step == 5:
+            fill(world.slots[5], 6)
+            world.slots[6] = world.slots[5]
+        return world.slots.get(step)
+
+    world.found = find
+    assert_only_step_6_is_copied(world)
+
+
+def assert_only_step_6_is_copied(world: World) -> None:
+    """Copy step 5, whose slot is filled with step 6 at that instant, and then step 6."""
+    world.copy(5)
+    until(lambda: 6 in world.slots, "another snapshot in the slot")
+    world.copy(6)
+    world.copied(1)
+    assert [host.step for host in world.clients[1].of(m.Host)] == [6]
+
+
+@pytest.mark.parametrize(
+    ("extent", "reason"),
+    [
+        ("values", "a chunk of step 5 has arrived damaged at the peer 3 times"),
+        ("request", "a document of step 5 has arrived damaged at the peer"),
+    ],
+)
+def test_a_slot_that_is_damaged_and_not_filled_again_ends_the_copies_with_one_sentence(
+    world: World, extent: str, reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    slot = world.slots[5]
+    slot.data[getattr(slot.header, extent).offset] ^= 1
+    with caplog.at_level(logging.WARNING, "ckptd.agent"):
+        world.copy(5)
+        world.reported(reason)
+        world.copy(6)
+    assert world.reports(1) == []
+    assert caplog.text.count("no further copies of snapshots") == 1
+    assert [each.segment for each in world.clients[1].of(m.Abandon)] == ["copy-1"]
+    assert world.clients[1].of(m.Hosted) == []
 
 
 # -- failures

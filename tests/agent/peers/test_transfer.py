@@ -17,6 +17,7 @@ from ckptd.agent.copy.mapped_slot import MappedSlot
 from ckptd.agent.peers.pair import Pair
 from ckptd.agent.peers.transfer import (
     ACCEPT,
+    DAMAGED,
     OFFER,
     READY,
     REFUSE,
@@ -31,6 +32,7 @@ from ckptd.agent.peers.transfer import (
     receive_offer,
     receive_slot,
     refuse,
+    report_damage,
     send_slot,
 )
 from ckptd.shared.errors import CkptdError, IntegrityError, PeerLost
@@ -63,11 +65,11 @@ def copy(sender: Any, receiver: Any, source: SlotToSend, into: MappedSlot) -> tu
 
     def receive() -> None:
         try:
-            receive_slot(receiver, SlotOffer.decode(receive_offer(receiver)), into)
-            confirm(receiver)
+            whole = receive_slot(receiver, SlotOffer.decode(receive_offer(receiver)), into)
         except CkptdError as error:
             refuse(receiver, str(error))
             raise
+        (confirm if whole else report_damage)(receiver)
 
     with ThreadPoolExecutor(2) as pool:
         sent, received = (
@@ -77,7 +79,7 @@ def copy(sender: Any, receiver: Any, source: SlotToSend, into: MappedSlot) -> tu
     return said(sent), said(received)
 
 
-def said(done: Future[None]) -> str:
+def said(done: Future[Any]) -> str:
     error = done.exception()
     assert error is None or isinstance(error, CkptdError), repr(error)
     return "" if error is None else f"{type(error).__name__}: {error}"
@@ -142,6 +144,40 @@ def test_a_slot_that_cannot_be_sent_says_why(shm: Path) -> None:
         send_slot(cast(Pair, None), replace(whole, checks=[1, 2]), SendingPace(0))
 
 
+def test_a_slot_that_is_filled_again_while_it_is_read_is_not_sent(
+    shm: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slot = sealed_slot(shm, "a")
+    monkeypatch.setattr(slot, "checks", lambda: fill(slot, 6))
+    with pytest.raises(IntegrityError, match="^the slot of step 5 has been filled again$"):
+        SlotToSend.of(slot)
+
+
+@pytest.mark.parametrize("checked", [True, False])
+def test_a_slot_that_is_filled_again_before_it_is_offered_is_not_sent(
+    shm: Path, checked: bool
+) -> None:
+    """Its checksums may be those of the bytes of two steps if the sender computes them."""
+    slot = sealed_slot(shm, "a")
+    source = SlotToSend.of(slot)
+    fill(slot, 6)
+    with pytest.raises(IntegrityError, match="^the slot of step 5 has been filled again$"):
+        send_slot(
+            cast(Pair, None),
+            replace(source, checks=source.checks if checked else None),
+            SendingPace(0),
+        )
+
+
+def test_a_slot_knows_whether_it_is_filled_again(shm: Path) -> None:
+    slot, replaced = sealed_slot(shm, "a"), sealed_slot(shm, "c")
+    source, kept = SlotToSend.of(slot), SlotToSend.of(replaced)
+    replaced.forget()
+    assert (source.is_refilled, kept.is_refilled) == (False, False)
+    slot.begin_copy(6)
+    assert source.is_refilled
+
+
 # -- bytes that are damaged on the way
 
 
@@ -165,26 +201,33 @@ def test_a_chunk_that_arrives_damaged_is_sent_again(shm: Path, numbers: list[int
     assert_copied(slot, into)
 
 
-def test_a_chunk_that_is_damaged_three_times_is_refused(shm: Path) -> None:
+def test_a_chunk_that_is_damaged_three_times_ends_the_copy_and_not_the_connection(
+    shm: Path,
+) -> None:
     slot, into = sealed_slot(shm, "a"), segment(shm, "b")
     sent = len(SlotToSend.of(slot).checks or ())
     again = FIRST_CHUNK + sent
-    reason = "chunk 1 of step 5 of rank 0 has arrived damaged 3 times"
-    spoil = flip(FIRST_CHUNK + 1, again, again + 1)
-    assert copy(*fake_pairs(spoil), SlotToSend.of(slot), into) == (
-        f"PeerLost: {reason}",
-        f"IntegrityError: {reason}",
+    sender, receiver = fake_pairs(flip(FIRST_CHUNK + 1, again, again + 1))
+    assert copy(sender, receiver, SlotToSend.of(slot), into) == (
+        "IntegrityError: a chunk of step 5 has arrived damaged at the peer 3 times",
+        "",
     )
     assert (state_of(into), into.header.step) == (SlotState.FILLING, 5)
+    assert copy(sender, receiver, SlotToSend.of(slot), into) == ("", "")
 
 
 @pytest.mark.parametrize("number", [2, 3], ids=["plan", "request"])
-def test_a_document_that_arrives_damaged_is_refused(shm: Path, number: int) -> None:
+def test_a_document_that_arrives_damaged_ends_the_copy_and_not_the_connection(
+    shm: Path, number: int
+) -> None:
     slot, into = sealed_slot(shm, "a"), segment(shm, "b")
-
-    _, received = copy(*fake_pairs(flip(number)), SlotToSend.of(slot), into)
-    assert received == "IntegrityError: a document of rank 0 has arrived damaged"
-    assert state_of(into) is SlotState.FILLING
+    sender, receiver = fake_pairs(flip(number))
+    assert copy(sender, receiver, SlotToSend.of(slot), into) == (
+        "IntegrityError: a document of step 5 has arrived damaged at the peer",
+        "",
+    )
+    assert (state_of(into), into.header.step) == (SlotState.FILLING, 5)
+    assert copy(sender, receiver, SlotToSend.of(slot), into) == ("", "")
 
 
 @pytest.mark.parametrize("message", range(9))
@@ -295,16 +338,12 @@ def test_a_plan_that_names_bytes_outside_the_slot_is_refused(shm: Path) -> None:
     source, into = SlotToSend.of(sealed_slot(shm, "a")), segment(shm, "b")
     header = source.header
     lie = replace(header, values=replace(header.values, offset=0))
-    received = hostile(SlotToSend(lie, source.checks, source.data), into)
+    received = hostile(replace(source, header=lie), into)
     assert received == "IntegrityError: the documents of rank 0 overlap its tensors"
     far = replace(header, values=replace(header.values, offset=header.plan.offset + (1 << 20)))
-    assert "does not fit" in hostile(
-        SlotToSend(replace(far, capacity=1 << 30), source.checks, source.data), into
-    )
+    assert "does not fit" in hostile(replace(source, header=replace(far, capacity=1 << 30)), into)
     many = [*(source.checks or ()), 7]
-    assert "has offered 8 checksums for 7 chunks" in hostile(
-        SlotToSend(header, many, source.data), into
-    )
+    assert "has offered 8 checksums for 7 chunks" in hostile(replace(source, checks=many), into)
     assert state_of(into) is not SlotState.SEALED
 
 
@@ -357,6 +396,7 @@ BEGUN = [(ACCEPT, b""), (READY, SAME)]
         ([(REFUSE, b"\xff")], "^\ufffd$"),
         ([(ACCEPT, b""), (READY, bytes(32))], "divides a slot into other chunks: install the same"),
         ([(SEALED, b"")], r"a message of kind 5; expected \(2,\)"),
+        ([(DAMAGED, b"")], r"a message of kind 7; expected \(2,\)"),
         ([*BEGUN, (RESEND, b"")], "in a way that cannot be understood"),
         ([*BEGUN, (RESEND, b"12345")], "in a way that cannot be understood"),
         (
@@ -365,7 +405,7 @@ BEGUN = [(ACCEPT, b""), (READY, SAME)]
         ),
         (
             [*BEGUN, *[(RESEND, bytes(4))] * 3],
-            "asked for chunks more than 3 times",
+            "asked for chunks again more than 2 times",
         ),
     ],
 )
