@@ -32,7 +32,8 @@ from ckptd.shared.units import rank_list
 from ckptd.shared.wire.lifecycle import Event, SnapshotState
 from ckptd.shared.wire.messages import Progress, Waiting
 
-_MOST_TRIES = 2
+MOST_TRIES = 2
+"""The number of abandoned tries after which the memory of a snapshot is freed."""
 _NAMES_A_RANK = re.compile(r"ranks? \d")
 
 # -- actions
@@ -515,9 +516,7 @@ def given_up(job: Job) -> list[Action]:
         if s.node is not None and s.state is SnapshotState.FAILED and not s.holds
     ]
     return [
-        Release(s.key)
-        for s in failed
-        if s.delivered or job.is_dead(s) or s.abandoned >= _MOST_TRIES
+        Release(s.key) for s in failed if s.delivered or job.is_dead(s) or s.abandoned >= MOST_TRIES
     ]
 
 

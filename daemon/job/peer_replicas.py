@@ -8,6 +8,7 @@ that node is lost, and it is read by a recovery.
 from __future__ import annotations
 
 from ckptd.daemon.job.catalog import Job
+from ckptd.daemon.job.decisions import MOST_TRIES
 from ckptd.daemon.job.snapshot import Key, Snapshot
 from ckptd.shared.wire.board import MOST_STEPS
 from ckptd.shared.wire.lifecycle import SnapshotState
@@ -95,12 +96,14 @@ def unsaved(job: Job) -> list[Snapshot]:
 
 def expired(job: Job) -> list[Snapshot]:
     """Return the peer replicas to free once `memory_ttl` is over: those that are
-    needless, and those that this node has delivered.
+    needless, those that this node has delivered, and those of which two tries were
+    abandoned.
     """
     return [
         replica
         for replica in job.peer_replicas.values()
-        if is_needless(job, replica) or (replica.delivered and not replica.holds)
+        if is_needless(job, replica)
+        or ((replica.delivered or replica.abandoned >= MOST_TRIES) and not replica.holds)
     ]
 
 

@@ -200,6 +200,15 @@ def test_after_memory_ttl_what_is_needless_or_delivered_is_freed() -> None:
     assert steps(peer_replicas.needless(made)) == [5]
 
 
+@pytest.mark.parametrize(("abandoned", "holds", "freed"), [(1, 0, []), (2, 0, [5]), (2, 1, [])])
+def test_after_memory_ttl_a_copy_whose_tries_were_abandoned_twice_is_freed(
+    abandoned: int, holds: int, freed: list[int]
+) -> None:
+    copy = replica(5, state=SnapshotState.FAILED)
+    copy.abandoned, copy.holds = abandoned, holds
+    assert steps(peer_replicas.expired(job(copy))) == freed
+
+
 # -- segments
 
 

@@ -20,7 +20,7 @@ from ckptd.daemon.job.snapshot import RankSeal
 from ckptd.daemon.job.stored_checkpoint import StoredCheckpoint
 from ckptd.daemon.journal import records as r
 from ckptd.daemon.recovery import scan_job
-from ckptd.daemon.saving.joint import Undecided
+from ckptd.daemon.saving.joint import Abandoned, Undecided
 from ckptd.shared import names
 from ckptd.shared.errors import Fenced, StorageError
 from ckptd.shared.formats.membership import Membership
@@ -102,6 +102,16 @@ def test_the_parts_of_a_delivered_copy_stay_if_their_outcome_is_not_known(
     asyncio.run(world.saver._fail(job, snapshot, error))
     assert (snapshot.state, snapshot.delivered, dropped) == (SnapshotState.FAILED, True, [])
     assert words in caplog.text
+
+
+def test_the_abandoned_tries_of_a_copy_are_counted(world: World) -> None:
+    snapshot, job = world.snapshot, world.catalog.job("gpt")
+    snapshot.peer_replica = snapshot.delivered = True
+    snapshot.node, snapshot.state = Membership(run_id="0" * 32, ranks=[0]), SnapshotState.WRITTEN
+    error = Abandoned(StorageError("ranks 2, 3 did not deliver"))
+    asyncio.run(world.saver._fail(job, snapshot, error))
+    assert (snapshot.state, snapshot.abandoned) == (SnapshotState.FAILED, 1)
+    assert not snapshot.delivered
 
 
 @pytest.mark.parametrize("persist", [True, False])
