@@ -223,23 +223,36 @@ class Orphans:
             replica.persist = replica.unasked = True
             self._saver.start(replica)
 
-    def retry_later(self, snapshot: Snapshot) -> None:
-        """Save a snapshot again later if the storage has failed it and its trainer is
-        dead. No next snapshot will take its place.
+    @staticmethod
+    def _owed(job: Job) -> list[Snapshot]:
+        """Return what `Job.owed` names and, once no rank is left here, the peer replicas
+        that this node must save.
         """
-        job = self._catalog.job(snapshot.job)
-        before = self._retries.pop(job.name, None)
-        if before is not None:
+        return [*job.owed(), *([] if job.ranks.owners else peer_replicas.owed(job))]
+
+    def retry_later(self, snapshot: Snapshot) -> None:
+        """Save what a job owes again later if the storage has failed this snapshot and no
+        rank is left. No next snapshot will take its place.
+
+        A pending retry is kept, because it saves all that is owed, and is cancelled once
+        nothing is.
+        """
+        job, loop = self._catalog.job(snapshot.job), asyncio.get_running_loop()
+        before = self._retries.get(job.name)
+        if before is not None and (job.ranks.owners or not self._owed(job)):
+            del self._retries[job.name]
             before[0].cancel()
+            before = None
         failed = snapshot.state is SnapshotState.FAILED and snapshot.code == StorageError.code
-        if failed and not job.ranks.owners:
+        pending = before is not None and before[0].when() > loop.time()
+        if failed and not pending and not job.ranks.owners:
             delay = min(RETRY_SECONDS if before is None else 2 * before[1], self._ttl)
-            timer = asyncio.get_running_loop().call_later(delay, self._retry, job)
-            self._retries[job.name] = timer, delay
+            self._retries[job.name] = loop.call_later(delay, self._retry, job), delay
 
     def _retry(self, job: Job) -> None:
         if not job.ranks.owners:
             self._save_owed(job)
+            self._save_on_behalf(job)
 
     def _spawn(self, work: Coroutine[None, None, None]) -> None:
         task = watched(work, "taking back the slots of a dead trainer")

@@ -242,9 +242,14 @@ class Steps:
     # -- what the saver reports
 
     def tell(self, snapshot: Snapshot) -> None:
-        """Notify the ranks that a snapshot is durable, or that its save has failed."""
+        """Notify the ranks that a snapshot is durable, or that its save has failed.
+
+        A peer replica whose save has failed is left out: its own node may deliver it.
+        """
         job = self._catalog.job(snapshot.job)
         if snapshot.state is SnapshotState.FAILED:
+            if snapshot.peer_replica:
+                return
             job.last_failure = Failure(snapshot.step, snapshot.reason, time.time())
         self.perform(job, [d.Tell(d.news(snapshot))])
 

@@ -368,7 +368,7 @@ class Saver:
             return
         if snapshot.state in (SnapshotState.SEALED, SnapshotState.WRITING, SnapshotState.WRITTEN):
             snapshot.move(Event.FAIL)
-        if snapshot.state is SnapshotState.FAILED and not snapshot.peer_replica:
+        if snapshot.state is SnapshotState.FAILED:
             self._events.saved(snapshot)
         if not reported and not isinstance(error, Undecided):
             refusal = watched(

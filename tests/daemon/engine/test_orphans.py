@@ -9,9 +9,12 @@ from collections.abc import Iterator
 
 import pytest
 
-from ckptd.daemon.engine.orphans import CHECK_SECONDS, RETRY_SECONDS
+from ckptd.daemon.engine.orphans import BEHALF_SECONDS, CHECK_SECONDS, RETRY_SECONDS
 from ckptd.daemon.job.ranks import Owner
-from ckptd.shared.errors import StorageError
+from ckptd.daemon.job.snapshot import RankSeal, Snapshot
+from ckptd.shared import names
+from ckptd.shared.errors import IntegrityError, StorageError
+from ckptd.shared.formats.membership import Membership
 from ckptd.shared.wire.lifecycle import SnapshotState
 from tests.support.core import MEMORY_TTL, ConnectedRanks, Core
 
@@ -33,6 +36,25 @@ def die(ranks: ConnectedRanks, process: int) -> None:
     """Let the kernel tell that a process has ended."""
     ranks.core.loop.call_soon(ranks.core.loop.readers[process])
     ranks.core.finish()
+
+
+def hold_copy(ranks: ConnectedRanks, step: int) -> Snapshot:
+    """Hold a whole copy of a snapshot of another node."""
+    copy = Snapshot(
+        "gpt", 1, step, names.tag_directory(step, None, 1), 2, persist=False,
+        state=SnapshotState.SEALED, node=Membership(run_id="0" * 32, ranks=[1]), peer_replica=True,
+    )  # fmt: skip
+    copy.seals[1] = RankSeal(1, f"copy of step {step}", 1, b"", checks=[])
+    ranks.job.peer_replicas[copy.key, 1] = copy
+    return copy
+
+
+def end_save(ranks: ConnectedRanks, snapshot: Snapshot, result: Exception | None) -> None:
+    """End the save of a snapshot that is under way, and run what follows."""
+    ranks.core.finish("read", "check")
+    for work in [each for each in ranks.core.work if each.subject is snapshot]:
+        work.end(result)
+    ranks.core.tick(4)
 
 
 def test_a_trainer_is_dead_when_the_kernel_says_so(ranks: ConnectedRanks) -> None:
@@ -174,6 +196,39 @@ def test_a_full_disk_is_tried_again_soon_if_no_trainer_is_left(ranks: ConnectedR
     ranks.core.finish()
     assert [snapshot.state for snapshot in ranks.job.snapshots] == [SnapshotState.DURABLE]
     assert ranks.core.orphans._retries == {}
+
+
+def test_a_full_disk_is_tried_again_soon_for_a_copy(ranks: ConnectedRanks) -> None:
+    copy, owner = hold_copy(ranks, 5), ranks.lose(0)
+    ranks.call(lambda: ranks.core.orphans.connection_lost(owner))
+    ranks.core.tick(4)
+    ranks.core.advance(BEHALF_SECONDS)
+    end_save(ranks, copy, StorageError("full"))
+    states = [copy.state]
+    ranks.core.advance(RETRY_SECONDS)
+    end_save(ranks, copy, None)
+    assert [*states, copy.state] == [SnapshotState.FAILED, SnapshotState.DURABLE]
+    assert ranks.core.orphans._retries == {}
+
+
+@pytest.mark.parametrize("result", [None, StorageError("full"), IntegrityError("damaged")])
+def test_the_save_of_a_copy_does_not_put_off_the_next_try_of_another_snapshot(
+    ranks: ConnectedRanks, result: Exception | None
+) -> None:
+    copy = hold_copy(ranks, 4)
+    ranks.seal(0, 5)
+    ranks.core.finish("read", "check")
+    owner, own = ranks.lose(0), ranks.job.snapshot((1, 5))
+    assert own is not None
+    ranks.call(lambda: ranks.core.orphans.connection_lost(owner))
+    ranks.core.tick(4)
+    end_save(ranks, own, StorageError("full"))
+    ranks.core.advance(BEHALF_SECONDS)
+    end_save(ranks, copy, result)
+    assert copy.state is (SnapshotState.DURABLE if result is None else SnapshotState.FAILED)
+    ranks.core.advance(RETRY_SECONDS - BEHALF_SECONDS)
+    ranks.core.finish()
+    assert own.state is SnapshotState.DURABLE
 
 
 def test_a_rank_that_begins_stops_the_time(ranks: ConnectedRanks) -> None:

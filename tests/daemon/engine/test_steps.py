@@ -77,6 +77,14 @@ def made() -> Iterator[Made]:
     here.core.close()
 
 
+def test_the_ranks_are_not_told_that_the_save_of_a_copy_has_failed(made: Made) -> None:
+    copy = made.snapshot(0, 1, state=SnapshotState.FAILED)
+    copy.peer_replica = True
+    made.core.steps.tell(copy)
+    assert [client.told for client in made.clients] == [[], []]
+    assert made.job.last_failure is None
+
+
 def test_a_timer_fails_its_step_when_it_ends(made: Made) -> None:
     made.perform(d.StartTimer(KEY, 15.0))
     made.core.advance(RANK_TIMEOUT + 14.0)

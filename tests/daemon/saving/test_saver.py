@@ -104,7 +104,7 @@ def test_the_parts_of_a_delivered_copy_stay_if_their_outcome_is_not_known(
     assert words in caplog.text
 
 
-def test_the_abandoned_tries_of_a_copy_are_counted(world: World) -> None:
+def test_the_abandoned_tries_of_a_copy_are_counted_and_reported(world: World) -> None:
     snapshot, job = world.snapshot, world.catalog.job("gpt")
     snapshot.peer_replica = snapshot.delivered = True
     snapshot.node, snapshot.state = Membership(run_id="0" * 32, ranks=[0]), SnapshotState.WRITTEN
@@ -112,6 +112,7 @@ def test_the_abandoned_tries_of_a_copy_are_counted(world: World) -> None:
     asyncio.run(world.saver._fail(job, snapshot, error))
     assert (snapshot.state, snapshot.abandoned) == (SnapshotState.FAILED, 1)
     assert not snapshot.delivered
+    assert world.told == [SnapshotState.FAILED]
 
 
 @pytest.mark.parametrize("persist", [True, False])
