@@ -356,21 +356,20 @@ class Orphans:
             self.start_timer(self._catalog.job(name))
 
     async def drain(self) -> None:
-        """Save the newest sealed snapshot of every job, wait for all saves, and stop
-        watching.
+        """Save the newest sealed snapshot and the peer replicas of every job, wait for all
+        saves, and stop watching.
         """
         await self.record_unreported()
         self._saver.stop_waiting()
         while True:
             for job in self._catalog.jobs.values():
                 self._save_owed(job)
+                # At once: an own snapshot may wait for the receipt that only this save writes.
+                self._save_on_behalf(job)
             await self._saver.drain()
-            # Otherwise one was sealed meanwhile.
-            if all(owed.persist for job in self._catalog.jobs.values() for owed in job.owed()):
+            # Otherwise one was sealed, or the last rank of its job has ended, meanwhile.
+            if all(owed.persist for job in self._catalog.jobs.values() for owed in self._owed(job)):
                 break
-        for job in self._catalog.jobs.values():
-            self._save_on_behalf(job)
-        await self._saver.drain()
         self._steps.close()
         for name in list(self._timers):
             self.cancel_timer(name)

@@ -455,3 +455,42 @@ def test_a_step_that_is_sealed_while_the_daemon_stops_is_saved_too(two: Connecte
     two.core.finish()
     assert draining.done()
     assert [checkpoint.step for checkpoint in two.job.checkpoints.values()] == [5, 6]
+
+
+def test_a_daemon_that_stops_saves_its_copies_beside_its_own_snapshots(
+    ranks: ConnectedRanks,
+) -> None:
+    """An own snapshot may wait for the receipt that only the save of a copy writes."""
+    copy = hold_copy(ranks, 4)
+    ranks.seal(0, 5)
+    ranks.core.finish("read", "check")
+    owner, own = ranks.lose(0), ranks.job.snapshot((1, 5))
+    ranks.call(lambda: ranks.core.orphans.connection_lost(owner))
+    ranks.core.tick(4)
+    draining = ranks.core.spawn(ranks.core.orphans.drain())
+    ranks.core.finish("read", "check")
+    saving = [work.subject for work in ranks.core.work if work.what == "save"]
+    assert saving == [own, copy]
+    ranks.core.finish()
+    assert draining.done()
+    assert copy.state is SnapshotState.DURABLE
+    assert ranks.core.loop.timers() == []
+
+
+def test_a_copy_whose_last_rank_ends_while_the_daemon_stops_is_saved_too(
+    ranks: ConnectedRanks,
+) -> None:
+    copy = hold_copy(ranks, 4)
+    ranks.seal(0, 5)
+    ranks.core.finish("read", "check")
+    draining = ranks.core.spawn(ranks.core.orphans.drain())
+    ranks.core.tick(4)
+    assert copy.state is SnapshotState.SEALED
+    ranks.core.spawn(ranks.core.orphans._end_owner(ranks.lose(0)))
+    ranks.core.tick(4)
+    own = ranks.job.snapshot((1, 5))
+    assert own is not None
+    end_save(ranks, own, StorageError("full"))  # otherwise step 5 makes the copy needless
+    ranks.core.finish()
+    assert draining.done()
+    assert (copy.state, ranks.core.loop.timers()) == (SnapshotState.DURABLE, [])
