@@ -289,18 +289,19 @@ class PeerCopies:
                 self._slots.release(slot)
 
     def end_attempt(self, job: Job) -> None:
-        """Forget the copies that the ranks of the last attempt were receiving, and the
-        reason why copies were off.
+        """Forget the copies that the ranks of the last attempt were receiving, the peer
+        replicas that are not whole, and the reason why copies were off.
         """
         job.alone = ""
         job.receiving.clear()
-        self._release_unused(job)
+        self.free(job, peer_replicas.unfinished(job))
 
     def settle(self, job: Job) -> None:
         """Free the peer replicas that nothing needs any more: those of earlier attempts,
         and all once the ranks of this node have closed their agents. Once no rank is left
-        on this node, release the segments without a whole copy, too.
+        on this node, free those that are not whole and the segments without a copy, too.
         """
+        self.free(job, peer_replicas.unfinished(job))
         self.free(job, peer_replicas.outlived(job))
         if job.ranks.are_closed:
             self.free(job, peer_replicas.needless(job))

@@ -68,6 +68,17 @@ def needless(job: Job, before: int | None = None) -> list[Snapshot]:
     return [replica for replica in found if before is None or replica.attempt < before]
 
 
+def unfinished(job: Job) -> list[Snapshot]:
+    """Return the peer replicas that are not whole and will never be: those of earlier
+    attempts, and all once no rank is left on this node.
+    """
+    return [
+        replica
+        for replica in job.peer_replicas.values()
+        if not replica.in_memory and (replica.attempt < job.attempt or not job.ranks.owners)
+    ]
+
+
 def owed(job: Job) -> list[Snapshot]:
     """Return the peer replicas that this node must save because nobody else may, oldest
     first: those of `unsaved` that are not being saved.
@@ -96,13 +107,15 @@ def unsaved(job: Job) -> list[Snapshot]:
 
 def expired(job: Job) -> list[Snapshot]:
     """Return the peer replicas to free once `memory_ttl` is over: those that are
-    needless, those that this node has delivered, and those of which two tries were
-    abandoned.
+    needless, those that will never be whole, those that this node has delivered, and
+    those of which two tries were abandoned.
     """
+    never_whole = unfinished(job)
     return [
         replica
         for replica in job.peer_replicas.values()
         if is_needless(job, replica)
+        or replica in never_whole
         or ((replica.delivered or replica.abandoned >= MOST_TRIES) and not replica.holds)
     ]
 

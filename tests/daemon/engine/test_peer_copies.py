@@ -647,14 +647,24 @@ async def test_needless_copies_go_once_the_ranks_have_closed_their_agents(node: 
     assert node.slots.slots == {}
 
 
-async def test_a_copy_that_nobody_receives_any_more_is_released(node: Node) -> None:
-    (whole,), half = await node.copy(5, ranks=(0,)), await node.receive(1)
-    for owner in node.owners:
-        node.job.ranks.leave(owner, "ended")
+async def test_a_replica_that_nobody_completes_any_more_is_freed(node: Node) -> None:
+    await node.copy(5, ranks=(0,))
+    half = await node.receive(1)
+    node.job.ranks.leave(node.owners[0], "ended")
     node.copies.settle(node.job)
-    assert half.released
-    assert node.held() == [whole]
-    assert node.replicas() == {5: SnapshotState.FILLING}
+    assert node.replicas() == {5: SnapshotState.FILLING}  # the other rank may complete it
+    assert not half.released
+    node.job.ranks.leave(node.owners[1], "ended")
+    node.copies.settle(node.job)
+    assert node.replicas() == {}
+    assert node.slots.slots == {}
+
+
+async def test_a_new_attempt_frees_replicas_that_are_not_whole(node: Node) -> None:
+    whole = [*await node.copy(5), *await node.copy(6, ranks=(0,))][:2]
+    node.begin_attempt(3)
+    assert node.replicas() == {5: SnapshotState.SEALED}
+    assert set(node.slots.slots) == {slot.name for slot in whole}
 
 
 async def test_a_copy_that_is_read_is_not_freed(node: Node) -> None:

@@ -8,6 +8,7 @@ import pytest
 
 from ckptd.daemon.job import holdings, peer_replicas
 from ckptd.daemon.job.catalog import Job
+from ckptd.daemon.job.ranks import Owner
 from ckptd.daemon.job.snapshot import RankSeal, Snapshot
 from ckptd.daemon.job.stored_checkpoint import StoredCheckpoint
 from ckptd.shared.formats.membership import Membership
@@ -207,6 +208,19 @@ def test_after_memory_ttl_a_copy_whose_tries_were_abandoned_twice_is_freed(
     copy = replica(5, state=SnapshotState.FAILED)
     copy.abandoned, copy.holds = abandoned, holds
     assert steps(peer_replicas.expired(job(copy))) == freed
+
+
+@pytest.mark.parametrize(
+    ("attempt", "rank_is_here", "unfinished"), [(2, True, []), (2, False, [6]), (1, True, [6])]
+)
+def test_a_copy_that_is_not_whole_is_needed_while_a_rank_may_complete_it(
+    attempt: int, rank_is_here: bool, unfinished: list[int]
+) -> None:
+    half = replica(6, attempt=attempt, state=SnapshotState.FILLING, ranks=(0,))
+    made = job(replica(5, attempt=attempt), half)
+    made.ranks.owners = {2: Owner("gpt", 2, 2, 4)} if rank_is_here else {}
+    assert steps(peer_replicas.unfinished(made)) == unfinished
+    assert steps(peer_replicas.expired(made)) == unfinished
 
 
 # -- segments
