@@ -421,16 +421,22 @@ class Orphans:
                 )
             if job.ranks.has(known.attempt, header.rank):
                 await self._end_owner(job.ranks.owners[header.rank])
-        snapshot = job.snapshot((known.attempt, known.step))
-        if snapshot is None:
-            return ""
-        await self._saver.wait_idle(snapshot)
-        if job.snapshot(snapshot.key) is snapshot:
-            if snapshot.holds:
-                return f"the copy of checkpoint {job.name}/{tag} in memory is being read"
-            step = job.step(snapshot.key)
-            error = SnapshotFailed(f"step {known.step} was deleted by ckptd forget")
-            self._steps.perform(
-                job, [d.Release(step.key)] if snapshot.complete else d.fail(step, error)
-            )
+        reading = f"the copy of checkpoint {job.name}/{tag} in memory is being read"
+        key = (known.attempt, known.step)
+        if (snapshot := job.snapshot(key)) is not None:
+            await self._saver.wait_idle(snapshot)
+            if job.snapshot(key) is snapshot:
+                if snapshot.holds:
+                    return reading
+                step = job.step(key)
+                error = SnapshotFailed(f"step {known.step} was deleted by ckptd forget")
+                self._steps.perform(
+                    job, [d.Release(step.key)] if snapshot.complete else d.fail(step, error)
+                )
+        for replica in peer_replicas.of_step(job, key):
+            await self._saver.wait_idle(replica)
+            if replica in peer_replicas.of_step(job, key):
+                if replica.holds:
+                    return reading
+                self._copies.free(job, [replica])
         return ""

@@ -433,6 +433,35 @@ def test_a_checkpoint_is_forgotten_in_memory_if_nobody_uses_it(two: ConnectedRan
     assert two.core.run(forget(two.job, "no tag of ours")) == ""
 
 
+@pytest.mark.parametrize("own", [True, False])
+def test_the_copies_of_a_forgotten_checkpoint_are_freed(ranks: ConnectedRanks, own: bool) -> None:
+    ranks.seal(0, 5 if own else 6)
+    ranks.core.finish()
+    ranks.lose(0)
+    copy, other = hold_copy(ranks, 5), hold_copy(ranks, 4)
+    with copy.held():
+        reason = ranks.core.run(ranks.core.orphans.let_go(ranks.job, TAG))
+    assert reason == f"the copy of checkpoint gpt/{TAG} in memory is being read"
+    assert copy.in_memory
+    assert ranks.core.run(ranks.core.orphans.let_go(ranks.job, TAG)) == ""
+    assert list(ranks.job.peer_replicas.values()) == [other]
+    assert not copy.in_memory
+
+
+def test_a_copy_is_forgotten_once_its_save_has_ended(ranks: ConnectedRanks) -> None:
+    ranks.core.run(ranks.core.orphans._end_owner(ranks.lose(0)))
+    copy = hold_copy(ranks, 5)
+    ranks.call(lambda: ranks.core.orphans._save_on_behalf(ranks.job))
+    ranks.core.finish("check")
+    forgetting = ranks.core.spawn(ranks.core.orphans.let_go(ranks.job, TAG))
+    ranks.core.tick(4)
+    assert (copy.state, forgetting.done()) == (SnapshotState.WRITING, False)
+    end_save(ranks, copy, StorageError("full"))
+    ranks.core.tick(4)
+    assert forgetting.result() == ""
+    assert ranks.job.peer_replicas == {}
+
+
 def test_a_daemon_that_stops_saves_the_newest_of_each_job(two: ConnectedRanks) -> None:
     complete(two, 5, persist=False)
     two.seal(0, 6)  # rank 1 does not seal it
