@@ -137,7 +137,7 @@ class ChunkExchange:
         try:
             return self._ranks.new_client()
         except CkptdError as error:
-            log.warning("this rank reads from storage what a peer might have sent: %s", error)
+            log.warning("this rank exchanges no chunks with a peer, and reads storage: %s", error)
             return None
 
     @property

@@ -180,6 +180,11 @@ class Snapshot:
             self.holds -= 1
 
     @property
+    def is_awaited(self) -> bool:
+        """True if a rank of this node may wait for the outcome of its save."""
+        return not (self.peer_replica or self.drained)
+
+    @property
     def key(self) -> Key:
         return (self.attempt, self.step)
 

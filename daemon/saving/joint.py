@@ -279,7 +279,8 @@ class Joint:
         decide the outcome.
 
         Raises Abandoned; Undecided if the outcome is not known after `timeout`, when the
-        daemon stops, or, of a copy, when a later checkpoint is durable; OSError.
+        daemon stops, or, if no rank waits for it, when a later checkpoint is durable;
+        OSError.
         """
         assert snapshot.node is not None
         loop = asyncio.get_running_loop()
@@ -302,9 +303,9 @@ class Joint:
             now = loop.time()
             stopped = stopped or (now if self._stopping() else 0.0)
             over = stopped and (not snapshot.node.leads or now - stopped > _STOP_SECONDS)
-            # Nobody decides a try that is older than the newest checkpoint. A copy that waits for
-            # it would keep its memory until `timeout`.
-            over = over or (snapshot.peer_replica and job.is_durable_after(snapshot.key))
+            # Another node may have freed a step that is older than the newest checkpoint, and never
+            # deliver it. Memory that nobody waits for would be kept until `timeout`.
+            over = over or (not snapshot.is_awaited and job.is_durable_after(snapshot.key))
             if over or now - begun > self._timeout + LATE_SECONDS:
                 raise Undecided(self._why_undecided(snapshot, receipts, now - begun))
             await asyncio.sleep(pause)

@@ -337,11 +337,11 @@ class Saver:
             return
         if (
             isinstance(error, Undecided)
-            and snapshot.peer_replica
+            and not snapshot.is_awaited
             and job.is_durable_after(snapshot.key)
         ):
             log.info(
-                "snapshot %s/%s: the copy is no longer needed: a later checkpoint is durable",
+                "snapshot %s/%s: it is no longer needed: a later checkpoint is durable",
                 snapshot.job, snapshot.directory,
             )  # fmt: skip
             snapshot.move(Event.FAIL)

@@ -168,7 +168,8 @@ def test_without_the_store_storage_is_read(
                 exchange.begin(said)
         assert second.verify() > exchanges[1].bytes_read == 0
     assert [record.getMessage() for record in caplog.records] == [
-        "no chunks are exchanged with a peer: the job's store cannot be reached: it is gone"
+        "this rank exchanges no chunks with a peer, and reads storage: the job's store cannot "
+        "be reached: it is gone"
     ] * 2
 
 

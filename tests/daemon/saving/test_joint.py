@@ -268,9 +268,12 @@ async def test_a_node_that_hears_nothing_does_not_know(
     assert second.repository.receipts("gpt", TAG) != []
 
 
-async def test_a_copy_is_not_waited_for_once_a_later_checkpoint_is_durable(make: Make) -> None:
+@pytest.mark.parametrize("why", ["peer_replica", "drained"])
+async def test_what_no_rank_waits_for_is_given_up_once_a_later_checkpoint_is_durable(
+    make: Make, why: str
+) -> None:
     second = make(2, 3)
-    second.snapshot.peer_replica = True
+    setattr(second.snapshot, why, True)
     await second.deliver()
     waiting = asyncio.create_task(second.settle())
     assert not (await asyncio.wait([waiting], timeout=0.3))[0]

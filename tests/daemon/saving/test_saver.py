@@ -81,19 +81,22 @@ def test_the_log_says_how_long_the_slowest_rank_was_held(
 
 @pytest.mark.parametrize(
     ("later", "words"),
-    [(0, "not known to be durable"), (1, "the copy is no longer needed: a later checkpoint is")],
+    [(0, "not known to be durable"), (1, "it is no longer needed: a later checkpoint is")],
 )
-def test_the_parts_of_a_delivered_copy_stay_if_their_outcome_is_not_known(
+@pytest.mark.parametrize("why", ["peer_replica", "drained"])
+def test_delivered_parts_that_no_rank_waits_for_stay_if_their_outcome_is_not_known(
     world: World,
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
+    why: str,
     later: int,
     words: str,
 ) -> None:
     """Another node may still commit them."""
     caplog.set_level("INFO")
     snapshot, dropped, job = world.snapshot, list[str](), world.catalog.job("gpt")
-    snapshot.peer_replica = snapshot.delivered = True
+    setattr(snapshot, why, True)
+    snapshot.delivered = True
     snapshot.node, snapshot.state = Membership(run_id="0" * 32, ranks=[0]), SnapshotState.WRITTEN
     attempt, step = snapshot.attempt, snapshot.step + later
     monkeypatch.setattr(world.saver, "_drop", lambda s, reason: dropped.append(reason))
