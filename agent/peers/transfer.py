@@ -113,10 +113,13 @@ class SlotToSend:
         PeerLost if another thread has forgotten it.
         """
         data, header = slot.data, slot.header
+        gone = PeerLost(f"the slot of step {header.step} is no longer in memory")
+        if not len(data):  # its descriptors will be closed next
+            raise gone
         try:
             checks = slot.checks()
         except ValueError:  # its descriptors are closed
-            raise PeerLost(f"the slot of step {header.step} is no longer in memory") from None
+            raise gone from None
         if header.state is not SlotState.SEALED:
             raise IntegrityError(f"the slot of step {header.step} is not sealed")
         source = cls(slot, header, checks, data)
