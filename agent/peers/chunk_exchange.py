@@ -26,7 +26,7 @@ log = logging.getLogger("ckptd.agent")
 _MOST_WANTED = 64
 """The most parts that one rank names as lacking, so that the message stays short."""
 _END_SECONDS = 5.0
-"""Seconds that the threads that serve readers have to end, after all ranks have loaded.
+"""Seconds for which `close` waits for the threads that serve readers.
 
 They have usually ended by then. A thread whose connection is interrupted ends by itself
 later, and holds the memory of the slots until then.
@@ -55,7 +55,7 @@ class ChunkExchange:
 
         opened: a checkpoint that was opened with `slots_later`. slots: the slots in
         the memory of this node, by rank, which stay open until `close`. patience: how
-        many seconds all ranks together may take to load.
+        many seconds a reader may let pass between two requests.
         """
         self._ranks, self._job = ranks, job
         self._opened, self._slots = opened, slots

@@ -20,7 +20,7 @@ from ckptd.shared.errors import PeerLost
 
 _TAG = 0
 _LOOK_SECONDS = 0.02
-"""Seconds between two looks for a message that may take long to come."""
+"""Seconds between two polls for a message that may take long to come."""
 
 
 class Pair:

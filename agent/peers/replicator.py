@@ -50,16 +50,17 @@ from ckptd.shared.wire import messages as m
 log = logging.getLogger("ckptd.agent")
 
 PAIR_SECONDS = 60.0
-"""Seconds that two ranks have to connect."""
+"""Timeout in seconds of the connection of two ranks."""
 HOST_SECONDS = 90.0
-"""Seconds that the daemon has to answer that a segment is there, or that there is none:
-it waits up to 60 s for one to be free.
+"""Timeout in seconds of a Host request. The daemon itself waits up to 60 s for a segment
+to be free.
 """
 DONE_SECONDS = 60.0
+"""Timeout in seconds of the other requests to the daemon."""
 EXIT_SECONDS = 5.0
 """Seconds for which the end of the process waits for the threads."""
 AWAY_SECONDS = 60.0
-"""Seconds that a lost daemon has to come back, while a copy waits for it."""
+"""Seconds for which a copy waits until a lost daemon is back."""
 
 
 class Replicator:

@@ -24,9 +24,9 @@ from ckptd.shared.formats.plan import ChunkRange
 from ckptd.shared.system.failpoints import failpoint
 
 SECONDS = 60.0
-"""Seconds that a peer has to connect, and to send or receive each message."""
+"""Timeout in seconds of the connection with a peer, and of each message."""
 _UNDER_WAY = 8
-"""The chunks that are requested at the same time over one connection."""
+"""The most chunks that are requested at the same time over one connection."""
 _REQUEST = struct.Struct("<IIQ")
 _END = _REQUEST.pack(0, 0, 0)
 

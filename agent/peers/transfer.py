@@ -30,17 +30,17 @@ from ckptd.shared.formats.snapshot_request import SnapshotRequest
 OFFER, ACCEPT, REFUSE, RESEND, SEALED, READY, DAMAGED = 1, 2, 3, 4, 5, 6, 7
 """The kinds of messages. Chunks have none."""
 STALL_SECONDS = 60.0
-"""Seconds within which a message must have passed."""
+"""Timeout in seconds of each message."""
 ANSWER_SECONDS = 180.0
-"""Seconds within which a receiver must answer. It first waits for its daemon, which waits
-up to 60 s for a segment to be free, and then needs time to make it.
+"""Timeout in seconds of the answers of a receiver. It first waits for its daemon, which
+waits up to 60 s for a segment to be free, and then needs time to make it.
 """
 _HEAD = struct.Struct("<IIQ")
 _MOST_ANSWER = 1 << 20
 _MOST_TRIES = 3
 _UNDER_WAY = 2
-"""The chunks that are sent or received at the same time: one is compared while the other
-one is on its way.
+"""The most chunks that are on their way at the same time: one is compared while the next
+one is sent.
 """
 
 

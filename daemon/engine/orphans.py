@@ -41,8 +41,8 @@ CHECK_SECONDS = 1.0
 restart of the daemon.
 """
 BEHALF_SECONDS = 10.0
-"""Seconds that the node of a dead trainer has to deliver by itself what its peer holds a
-copy of.
+"""Seconds after the death of the trainers until this node delivers the copies of another
+node that has not delivered by itself.
 """
 RETRY_SECONDS = 30.0
 """Seconds until a dead trainer's snapshot whose save has failed is saved again. They

@@ -26,7 +26,7 @@ from ckptd.shared.wire.messages import Drained, Due
 log = logging.getLogger("ckptd.drain")
 
 LOOK_SECONDS = 0.05
-"""Seconds between two looks at what has left."""
+"""Seconds between two checks of what is still owed."""
 FIRST_PAUSE, LONGEST_PAUSE = 1.0, 10.0
 """Seconds before a save that has failed is tried again. The pause doubles with each
 failure.
