@@ -96,8 +96,9 @@ class SlotToSend:
     """A sealed slot that can be sent.
 
     It keeps the memory of the slot mapped, so that it can still be read after the slot
-    was replaced by a larger one. `checks` is None if the slot has no checksums, as after
-    a copy from an accelerator.
+    was replaced by a larger one. `header` is that of the snapshot to send; the slot has
+    another one once it is filled again. `checks` is None if the slot has no checksums, as
+    after a copy from an accelerator.
     """
 
     slot: MappedSlot
@@ -128,8 +129,9 @@ class SlotToSend:
 
     @property
     def is_refilled(self) -> bool:
-        """True once the slot is being filled again, or has been. It stays False for a
-        slot that was replaced, because nothing fills its memory any more.
+        """True once the slot is being filled again, or has been.
+
+        It stays False for a slot that was replaced: nothing fills its memory again.
         """
         return self.slot.header.generation != self.header.generation
 
@@ -148,8 +150,8 @@ def send_slot(pair: Pair, source: SlotToSend, pace: SendingPace) -> None:
     """Copy a sealed slot to the peer, and return once the peer has sealed its copy.
 
     Raises PeerLost if the peer refuses it, or if the connection fails; IntegrityError if
-    the slot is damaged or has been filled again. After an IntegrityError the pair can still
-    be used.
+    the slot is damaged or has been filled again. The pair can still be used after an
+    IntegrityError.
     """
     header, checks, data = source.header, source.checks, source.data
     ranges = ranges_of(header, data)

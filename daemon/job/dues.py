@@ -85,8 +85,9 @@ def owed(job: Job) -> list[Snapshot]:
     """Return the snapshots of a job that have not left this node.
 
     These are the snapshots of `Job.unsaved`. Of a job of several nodes, they are also
-    those that this node has delivered and that wait for other nodes. If none of the trainers is on
-    this node any more, they are also the peer replicas that nobody has delivered.
+    those that this node has delivered and that wait for other nodes. If none of the
+    trainers is on this node any more, they are also the peer replicas that nobody has
+    delivered.
     """
     found = job.unsaved()
     found += [s for s in job.snapshots if s not in found and s.delivered and not has_left(job, s)]
@@ -224,8 +225,9 @@ class UploadDebt:
 def still_owed(
     debts: Iterable[Debt], uploads: UploadProgress | None
 ) -> tuple[list[Debt], list[str]]:
-    """Return the debts that are still owed, and the places that were saved: those of
-    saved debts of which no other debt is left.
+    """Return the debts that are still owed, and the places that were saved.
+
+    A place counts as saved once nothing is owed of it any more.
 
     uploads: how far the uploads are, or None if there is no stage.
     """

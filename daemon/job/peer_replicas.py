@@ -72,11 +72,11 @@ def unfinished(job: Job) -> list[Snapshot]:
     """Return the peer replicas that are not whole and will never be: those of earlier
     attempts, and all once no rank is left on this node.
     """
-    return [
-        replica
-        for replica in job.peer_replicas.values()
-        if not replica.in_memory and (replica.attempt < job.attempt or not job.ranks.owners)
-    ]
+    return [replica for replica in job.peer_replicas.values() if _is_unfinished(job, replica)]
+
+
+def _is_unfinished(job: Job, replica: Snapshot) -> bool:
+    return not replica.in_memory and (replica.attempt < job.attempt or not job.ranks.owners)
 
 
 def owed(job: Job) -> list[Snapshot]:
@@ -110,12 +110,11 @@ def expired(job: Job) -> list[Snapshot]:
     needless, those that will never be whole, those that this node has delivered, and
     those of which two tries were abandoned.
     """
-    never_whole = unfinished(job)
     return [
         replica
         for replica in job.peer_replicas.values()
         if is_needless(job, replica)
-        or replica in never_whole
+        or _is_unfinished(job, replica)
         or ((replica.delivered or replica.abandoned >= MOST_TRIES) and not replica.holds)
     ]
 

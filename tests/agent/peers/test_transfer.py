@@ -157,10 +157,9 @@ def test_a_slot_that_is_filled_again_while_it_is_read_is_not_sent(
 def test_a_slot_that_is_filled_again_before_it_is_offered_is_not_sent(
     shm: Path, checked: bool
 ) -> None:
-    """Its checksums may be those of the bytes of two steps if the sender computes them."""
     slot = sealed_slot(shm, "a")
     source = SlotToSend.of(slot)
-    fill(slot, 6)
+    fill(slot, 6)  # a sender that computes the checksums itself may have met bytes of both steps
     with pytest.raises(IntegrityError, match="^the slot of step 5 has been filled again$"):
         send_slot(
             cast(Pair, None),
