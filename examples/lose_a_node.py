@@ -96,8 +96,8 @@ def act(reference: Run, run: ElasticRun, chance: random.Random) -> None:
         say(f"Rank {rank} on {node}: {said}.")
     run.wait_for_end()
     say(
-        f"The training has ended. No step that had been copied was lost; {at - 1 - step} newer "
-        f"steps were computed again."
+        f"The training has ended. No step that had been copied was lost. Newer steps that were "
+        f"computed again: {at - 1 - step}."
     )
     computed = check_losses(reference, run)
     print(f"{computed} losses computed for {STEPS} steps: 0 differ from the reference.")
