@@ -148,6 +148,16 @@ def frames() -> dict[str, FrameVector]:
             "an answer with the fields of peer replicas",
             heard | {"answer": {"replicating": 900, "replicated": [700, 800], "alone": "slow"}},
         ),
+        "peer-replicas-copying": read(
+            "a PeerReplicas while a step is copied",
+            {
+                "type": "peer-replicas",
+                "re": 0,
+                "attempt": 2,
+                "replicating": 1000,
+                "replicated": [900],
+            },
+        ),
         "deliver-copies": read(
             "a Deliver for copies",
             {"type": "deliver", "id": 15, "copies": True},
