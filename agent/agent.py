@@ -433,7 +433,9 @@ class Agent:
         self._rng_room = max(self._rng_room, len(values) - captured.encoded_bytes)
         handover.acquire()
         finish = check.begin(found, handover.pending.step, handover.beside)
-        transfer = handover.copy(found.sources, layout, modules_of(state), found.unlike)
+        transfer = handover.copy(
+            found.sources, layout, modules_of(state), found.unlike, captured.tensors.values()
+        )
         documents = Documents(
             values, encoded, None if finish is None else partial(_with_replicas, request, finish)
         )

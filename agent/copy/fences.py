@@ -9,7 +9,8 @@ never on the CPU.
 
 The version counters of the tensors show whether anything else wrote to a late source.
 If so, the snapshot fails, and from then on writes to every source are held back at
-once.
+once. An operation on a DTensor raises only the DTensor's own counter, not that of the
+local tensor, so both are compared.
 """
 
 from __future__ import annotations
@@ -18,11 +19,12 @@ import logging
 import threading
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ckptd.agent.copy.lanes import Lane, Mark, StreamLane, capturing
@@ -37,9 +39,9 @@ class Transfer:
 
     marks: a point behind each group of copies, with its lane. sources: the tensors that
     are copied, kept alive until the copies are done. late: the marks that the next step
-    of an optimizer waits for. versions: the late sources, with their version counters
-    from when their copies were enqueued. torn: True if a source may have changed while
-    it was copied.
+    of an optimizer waits for. versions: the late sources and the DTensors that they
+    belong to, with their version counters from when their copies were enqueued. torn:
+    True if a source may have changed while it was copied.
     """
 
     marks: list[tuple[Lane, Mark]] = field(default_factory=list)
@@ -89,19 +91,21 @@ class Fences:
         targets: Sequence[torch.Tensor],
         sources: Sequence[torch.Tensor],
         modules: Sequence[torch.nn.Module],
+        captured: Iterable[torch.Tensor] = (),
     ) -> Transfer:
         """Enqueue the copies of `sources` into `targets` and return the transfer, once
         everything is enqueued.
 
         The caller's stream waits for the copies that hold back writes at once.
         `modules` are the modules in the state: loading a state dict into one of them
-        waits for the late copies.
+        waits for the late copies. `captured` are the tensors of the state, which
+        include the DTensors whose local tensors are among the sources.
         """
         transfer = Transfer(sources=list(sources))
-        owned = self._owned() if self._may_wait else {}
+        owned = self._owned() if self._may_wait else set()
         by_device: dict[torch.device, tuple[list[int], list[int]]] = defaultdict(lambda: ([], []))
         for number, source in enumerate(sources):
-            late = source.untyped_storage().data_ptr() in owned and not source.is_inference()
+            late = _storage(source) in owned and not source.is_inference()
             by_device[source.device][late].append(number)
         try:
             for device, (at_once, late_ones) in by_device.items():
@@ -112,6 +116,12 @@ class Fences:
                 lane.mark().synchronize()
             raise
         if transfer.late:
+            held = {_storage(source) for source, _ in transfer.versions}
+            transfer.versions += [
+                (tensor, tensor._version)
+                for tensor in captured
+                if isinstance(tensor, DTensor) and _storage(tensor) in held
+            ]
             with self._lock:
                 self._under_way.append(transfer)
             for module in modules:
@@ -210,7 +220,8 @@ class Fences:
                     for v in state.values()
                     if isinstance(v, torch.Tensor)
                 ]
-                found.update(_storage(tensor) for tensor in tensors)
+                found.update(map(_storage, tensors))
+        found.discard(_NOWHERE)
         return found
 
     # -- hooks
@@ -258,5 +269,14 @@ class Fences:
         transfer.torn = transfer.torn or changed
 
 
+_NOWHERE = 0
+
+
 def _storage(tensor: torch.Tensor) -> int:
-    return int(getattr(tensor, "_local_tensor", tensor).untyped_storage().data_ptr())
+    """Return the address of the storage of a tensor, or of the local tensor of a
+    DTensor, or `_NOWHERE` for a subclass that consists of other tensors.
+    """
+    try:
+        return int(getattr(tensor, "_local_tensor", tensor).untyped_storage().data_ptr())
+    except RuntimeError:
+        return _NOWHERE

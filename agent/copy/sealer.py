@@ -4,7 +4,7 @@ its copies are done.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
@@ -30,6 +30,7 @@ class Sealer:
         targets: list[torch.Tensor],
         sources: list[torch.Tensor],
         modules: list[torch.nn.Module],
+        captured: Iterable[torch.Tensor] = (),
     ) -> Transfer:
         """Enqueue the copies of `sources` into `targets`, and return the transfer.
 
@@ -37,7 +38,7 @@ class Sealer:
         """
         if self._fences is None:
             self._fences = Fences()
-        return self._fences.start(targets, sources, modules)
+        return self._fences.start(targets, sources, modules, captured)
 
     def beside(self, device: torch.device, work: Callable[[], None]) -> Transfer:
         """Run work in the lane of a device, and return its transfer.

@@ -15,7 +15,7 @@ says sealed is handed over, and any other slot is given back.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 
 import torch
@@ -146,11 +146,12 @@ class Handover:
         layout: Layout,
         modules: list[torch.nn.Module],
         unlike: list[int] | None = None,
+        captured: Iterable[torch.Tensor] = (),
     ) -> Transfer | None:
         """Copy one source for each item of the layout.
 
         Sources on the CPU may change as soon as this returns. For `unlike` see
-        `Sources`.
+        `Sources`. `captured` are the tensors of the state, DTensors included.
 
         Returns the transfer of the sources on accelerators, for `seal_after`, or None
         if there are none. If it is still running when `load_state_dict` of one of the
@@ -160,7 +161,7 @@ class Handover:
             sources,
             layout,
             self.pending.step,
-            lambda to, of: self._all.sealer.carry(to, of, modules),
+            lambda to, of: self._all.sealer.carry(to, of, modules, captured),
             unlike,
         )
         beside, self._beside = self._beside, None

@@ -8,13 +8,19 @@ allow: the training as far ahead as it can, or the copies.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from ckptd.agent.copy.fences import Fences
 from ckptd.agent.copy.lanes import GATHERED, SMALL, Mark, runs
+from ckptd.agent.plan.structure import local_part
 from ckptd.shared.errors import SnapshotFailed
+from tests.oracle.tensors import EightBit
 
 Operation = Callable[[], object]
 
@@ -126,6 +132,14 @@ def fences(device: Device) -> Iterator[Fences]:
     made.close()
 
 
+@pytest.fixture
+def mesh(tmp_path: Path) -> Iterator[DeviceMesh]:
+    """A mesh of this process alone."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+
+
 @pytest.fixture(params=["training first", "copies first"])
 def order(request: pytest.FixtureRequest, device: Device) -> Callable[[], None]:
     return lambda: device.run(device.training if request.param == "training first" else device.side)
@@ -235,6 +249,61 @@ def test_a_write_by_something_else_fails_the_snapshot_and_ends_late_copies(
     assert again.late == []
     fences.finish(again)
     assert slot.tolist() == [0, 0, 0, 0]
+
+
+@pytest.mark.parametrize("write", [torch.Tensor.mul_, lambda p, x: p.copy_(p.detach() * x)])
+def test_a_write_to_a_dtensor_fails_the_snapshot(
+    fences: Fences,
+    device: Device,
+    mesh: DeviceMesh,
+    write: Callable[[torch.Tensor, int], torch.Tensor],
+) -> None:
+    """Such a write leaves the version of the local tensor, which is copied, as it was."""
+    parameter = torch.nn.Parameter(distribute_tensor(torch.ones(4), mesh, [Shard(0)]))
+    stepped(parameter, device)
+    module = torch.nn.Module()
+    module.weight = parameter
+    captured = module.state_dict().values()
+    transfer = fences.start(
+        [torch.empty(4)], [local_part(tensor) for tensor in captured], [], captured
+    )
+    with torch.no_grad():
+        write(parameter, 7)
+    device.run(device.training)
+    with pytest.raises(SnapshotFailed, match="wrote to a parameter while"):
+        fences.finish(transfer)
+
+
+def test_only_the_dtensors_that_are_copied_late_are_watched(
+    fences: Fences, device: Device, mesh: DeviceMesh, order: Callable[[], None]
+) -> None:
+    parameter = torch.nn.Parameter(distribute_tensor(torch.ones(4), mesh, [Shard(0)]))
+    buffer = distribute_tensor(torch.ones(4), mesh, [Shard(0)])
+    optimizer, slots = stepped(parameter, device), [torch.empty(4), torch.empty(4)]
+    transfer = fences.start(
+        slots, [local_part(parameter), local_part(buffer)], [], [parameter, buffer]
+    )
+    optimizer.step()
+    with torch.no_grad():
+        parameter.add_(0)
+        buffer.add_(0)
+    order()
+    fences.finish(transfer)
+    assert [slot.tolist() for slot in slots] == [[0.0] * 4, [1.0] * 4]
+
+
+def test_optimizer_state_of_several_tensors_is_passed_over(fences: Fences, device: Device) -> None:
+    """It has no storage of its own, and its parts count as tensors of nobody."""
+    parameter, other = torch.nn.Parameter(torch.ones(4)), torch.nn.Parameter(torch.ones(4))
+    moment = EightBit(torch.ones(4, dtype=torch.int8), torch.ones(1))
+    stepped(other, device).state[other]["momentum_buffer"] = moment
+    stepped(parameter, device)
+    part = moment.codes
+    slots = [torch.empty(4), torch.empty_like(part)]
+    transfer = fences.start(slots, [parameter, part], [])
+    assert (len(transfer.marks), len(transfer.late), len(transfer.versions)) == (2, 1, 1)
+    fences.finish(transfer)
+    assert slots[0].tolist() == [0.0] * 4
 
 
 def test_a_write_after_the_step_of_the_optimizer_fails_nothing(

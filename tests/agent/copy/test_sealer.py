@@ -15,6 +15,8 @@ from typing import Any, cast
 import msgspec
 import pytest
 import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from ckptd.agent import Agent, Checkpoint
 from ckptd.agent.copy.fences import Fences, Transfer
@@ -24,8 +26,10 @@ from ckptd.agent.plan.kept_plan import KeptPlan, PlanInUse
 from ckptd.agent.plan.layout import Layout
 from ckptd.shared.errors import SnapshotFailed
 from ckptd.shared.formats.plan import signature
-from tests.agent.copy.test_fences import Device, FakeLane, FakeMark
+from tests.agent.copy.test_fences import Device, FakeLane, FakeMark, mesh, stepped
 from tests.support.daemons import Daemon
+
+__all__ = ["mesh"]
 
 
 class GatedMark(FakeMark):
@@ -161,6 +165,20 @@ def test_a_torn_copy_fails_only_its_snapshot(
     for step in (2, 3, 4):  # in both slots
         agent.snapshot({"w": torch.full((10,), float(step))}, step=step).wait("durable", timeout=60)
         assert torch.equal(saved(daemon, step), torch.full((10,), float(step)))
+
+
+def test_a_write_to_a_dtensor_during_its_copy_fails_the_snapshot(
+    agent: Agent, device: Gated, mesh: DeviceMesh
+) -> None:
+    parameter = torch.nn.Parameter(distribute_tensor(torch.ones(4), mesh, [Shard(0)]))
+    stepped(parameter, device)
+    pending = agent.snapshot({"w": parameter}, step=1)
+    with torch.no_grad():
+        parameter.mul_(2)
+    device.gate.set()
+    with pytest.raises(SnapshotFailed, match="other than its optimizer wrote"):
+        pending.wait("sealed", timeout=60)
+    agent.snapshot({"w": parameter}, step=2).wait("sealed", timeout=60)
 
 
 # -- the thread itself
