@@ -57,6 +57,7 @@ from ckptd.agent.pending import NOT_COPIED, Pending, PendingSnapshot
 from ckptd.agent.plan.kept_plan import PLAN_SECONDS, KeptPlan
 from ckptd.agent.plan.layout import Layout
 from ckptd.agent.plan.save_plan import resolves_by_itself, values_of
+from ckptd.agent.plan.structure import accelerator_of, current_accelerator
 from ckptd.agent.recover.options import OnReshape, Options
 from ckptd.agent.recover.recovery import Recovered, Recovery
 from ckptd.agent.state.capture import (
@@ -418,7 +419,7 @@ class Agent:
                 len(encoded) + self._replica_check.room,
             )[-1]
 
-        if found is None or not link.handovers.slots.fit(needed(found.layout)):
+        if found is None or not link.handovers.slots.fit(needed(found.layout), found.device):
             # Before the ranks plan, since a step that is refused is refused on all
             # ranks.
             handover.check_not_refused()
@@ -428,7 +429,7 @@ class Agent:
         layout, check = found.layout, self._replica_check
         if REPLICAS in link.client.welcome.features:
             check.use(self._kept_plan.shared, captured.tensors, found.parts, self.rank, link.node)
-        handover.reserve(needed(layout), deadline)
+        handover.reserve(needed(layout), deadline, found.device)
         values = values_document(captured, rng=rng)
         self._rng_room = max(self._rng_room, len(values) - captured.encoded_bytes)
         handover.acquire()
@@ -460,7 +461,8 @@ class Agent:
         documents = Documents(
             values_of(planned.metadata, rng_state() if rng else None), request.encode()
         )
-        handover.reserve(documents.offsets(layout)[-1], time.monotonic() + budget)
+        device = current_accelerator(layout.plan)
+        handover.reserve(documents.offsets(layout)[-1], time.monotonic() + budget, device)
         handover.acquire()
         handover.fill(layout, resolved.sources_of(layout), singly=resolves_by_itself(planner))
         handover.seal_after(None, layout, documents)
@@ -497,7 +499,7 @@ class Agent:
                 + self._rng_room
                 + optimizer_bytes_to_come(state, self.world_size)
             )
-        self._link.handovers.slots.prepare(room, layout)
+        self._link.handovers.slots.prepare(room, layout, accelerator_of(captured.tensors.values()))
 
     # -- recovering
 

@@ -13,9 +13,12 @@ from __future__ import annotations
 import logging
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
 
 import torch
+
+from ckptd.shared.errors import InternalError
 
 log = logging.getLogger("ckptd.agent")
 
@@ -23,6 +26,7 @@ log = logging.getLogger("ckptd.agent")
 SMALL = 256 << 10
 GATHERED = 16 << 20  # bytes that are gathered on the device at once, at most
 _PORTABLE = 1  # cudaHostRegisterPortable: locked for every device's context
+_REGISTERED = 712  # cudaErrorHostMemoryAlreadyRegistered
 _NOT_REGISTERED = 713  # cudaErrorHostMemoryNotRegistered
 
 
@@ -115,11 +119,36 @@ class StreamLane:
         flat.copy_(buffer, non_blocking=True)
 
     def mark(self) -> Mark:
-        mark: Mark = self._stream.record_event(torch.Event(self._device))
-        return mark
+        return StreamMark(self._device, self._stream.record_event(torch.Event(self._device)))
 
     def hold_back(self, mark: Mark) -> None:
-        torch.accelerator.current_stream(self._device).wait_event(mark)  # type: ignore[arg-type]
+        assert isinstance(mark, StreamMark)
+        torch.accelerator.current_stream(self._device).wait_event(mark.event)
+
+
+class StreamMark:
+    """An event of a stream, which any thread may wait for.
+
+    Each thread has a current device of its own, at first device 0. The first call of a
+    thread to the driver makes a context on it, which takes memory there.
+    """
+
+    def __init__(self, device: torch.device, event: torch.Event) -> None:
+        self._device, self.event = device, event
+
+    def query(self) -> bool:
+        with on(self._device):
+            return self.event.query()
+
+    def synchronize(self) -> None:
+        with on(self._device):
+            self.event.synchronize()
+
+
+def on(device: torch.device) -> AbstractContextManager[object]:
+    """Context manager. Make `device` the current device of this thread."""
+    made: AbstractContextManager[object] = torch.get_device_module(device).device(device)
+    return made
 
 
 def capturing() -> bool:
@@ -147,16 +176,17 @@ def runs(targets: Sequence[torch.Tensor]) -> list[list[int]]:
     return found
 
 
-def lock_pages(address: int, length: int) -> bool:
-    """Page-lock `length` bytes at `address`, so that the accelerator can read and write
-    them by itself. Return True if they are locked.
+def lock_pages(address: int, length: int, device: torch.device) -> bool:
+    """Page-lock `length` bytes at `address`, so that accelerators can read and write
+    them by themselves. Return True if they are locked.
 
-    The log has the reason if the driver refuses, or if ckptd cannot lock pages for this
-    device type. Must be called by the process that uses the memory, on any thread.
+    `device` is one of these accelerators. The log has the reason if the driver refuses,
+    or if ckptd cannot lock pages for this device type. Must be called by the process
+    that uses the memory, on any thread. Raises InternalError if memory that was here
+    before is still locked: the accelerator would write to that instead.
     https://docs.nvidia.com/cuda/cuda-runtime-api/group__CUDART__MEMORY.html
     """
-    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    if device is None or not length:
+    if not length:
         return False
     if device.type != "cuda":
         log.warning(
@@ -165,7 +195,18 @@ def lock_pages(address: int, length: int) -> bool:
             device.type,
         )
         return False
-    error = int(torch.cuda.cudart().cudaHostRegister(address, length, _PORTABLE))  # type: ignore[no-untyped-call]
+    with on(device):
+        runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        error = int(runtime.cudaHostRegister(address, length, _PORTABLE))
+        if error == _REGISTERED:
+            runtime.cudaHostUnregister(address)
+            error = int(runtime.cudaHostRegister(address, length, _PORTABLE))
+    if error == _REGISTERED:
+        raise InternalError(
+            f"memory that has been unmapped is still page-locked at the address of a new slot of "
+            f"{length / 1e9:.1f} GB, so the device would not write to the slot: unlock memory "
+            f"before unmapping it, if this process locks any, and report this otherwise"
+        )
     if error:
         log.warning(
             "slots could not be page-locked (CUDA error %d, %.1f GB): copies are slower and hold "
@@ -175,7 +216,13 @@ def lock_pages(address: int, length: int) -> bool:
     return error == 0
 
 
-def unlock_pages(address: int) -> None:
-    error = int(torch.cuda.cudart().cudaHostUnregister(address))  # type: ignore[no-untyped-call]
+def unlock_pages(address: int, device: torch.device) -> None:
+    """Undo `lock_pages`, which must come before the memory is unmapped.
+
+    The driver keeps the old pages locked otherwise, and copies to whatever is mapped at
+    the address next go to those pages.
+    """
+    with on(device):
+        error = int(torch.cuda.cudart().cudaHostUnregister(address))  # type: ignore[no-untyped-call]
     if error not in (0, _NOT_REGISTERED):
         log.warning("slots could not be unlocked: CUDA error %d", error)

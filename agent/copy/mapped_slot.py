@@ -14,6 +14,7 @@ import logging
 import math
 import os
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import groupby
@@ -136,7 +137,8 @@ class MappedSlot:
         self._views = _NO_VIEWS
         self._copying = CheckedCopy([], self.header.chunk_size)
         self._locking = threading.Lock()
-        self._locked_at = 0
+        self._mapped = weakref.ref(mapped)
+        self._unlock: Callable[[], object] = lambda: None
         self._forgotten = False
 
     def __repr__(self) -> str:
@@ -155,12 +157,14 @@ class MappedSlot:
         """True once the daemon has released the segment."""
         return os.fstat(self._fd).st_nlink == 0
 
-    def populate(self, *, lock: bool = True) -> None:
+    def populate(self, device: torch.device | None = None) -> None:
         """Fault in all memory of the slot, so that the first copy is as fast as later
         ones. Other threads run meanwhile.
 
-        lock: page-lock it, too. Needed for copies from accelerators. A failure is logged.
-        The slot can still be used, and copies into it are slower.
+        device: an accelerator. The memory is page-locked for copies from it, until it is
+        unmapped or the slot is forgotten. A failure is logged. The slot can still be
+        used, and copies into it are slower. Raises InternalError if the slot must not be
+        used.
         """
         held = self._bytes  # keeps the memory mapped if another thread calls `forget` meanwhile
         if not held.numel():
@@ -174,8 +178,15 @@ class MappedSlot:
                 )
                 break
         with self._locking:
-            if lock and not self._forgotten and lock_pages(start, length):
-                self._locked_at = start
+            mapped = self._mapped()
+            if device is None or mapped is None or self._forgotten:
+                return
+            if lock_pages(start, length, device):
+                # Runs before the memory is unmapped: of the finalizers of an object,
+                # the newest is called first.
+                unlock = weakref.finalize(mapped, _unlock, os.getpid(), start, device)
+                unlock.atexit = False
+                self._unlock = unlock
 
     def cut(self, layout: Layout) -> None:
         """Make the views that copies by this layout write to, so that the first of them
@@ -380,9 +391,7 @@ class MappedSlot:
         """
         with self._locking:
             self._forgotten = True
-            if self._locked_at:
-                unlock_pages(self._locked_at)
-                self._locked_at = 0
+            self._unlock()
         self._views = _NO_VIEWS
         self._bytes = torch.empty(0, dtype=torch.uint8, device="cpu")
         self.close_descriptors()
@@ -391,6 +400,12 @@ class MappedSlot:
         """Close both descriptors. May be called again."""
         self._data.close()
         self._lock.close()
+
+
+def _unlock(owner: int, address: int, device: torch.device) -> None:
+    """Unlock memory, but not in a forked child, which has no such mapping."""
+    if os.getpid() == owner:
+        unlock_pages(address, device)
 
 
 def batches(layout: Layout, most: int) -> Iterator[range]:

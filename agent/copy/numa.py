@@ -15,23 +15,23 @@ from ckptd.shared.system.numa import SYSTEM, UNKNOWN, node_of, nodes
 DEVICES = Path("/sys/bus/pci/devices")
 
 
-def home_node(system: Path = SYSTEM, devices: Path = DEVICES) -> int:
+def home_node(device: torch.device | None, system: Path = SYSTEM, devices: Path = DEVICES) -> int:
     """Return the NUMA node for this rank's slots, or UNKNOWN if the machine has only
     one node or the right one cannot be determined.
+
+    device: the accelerator that the state is on, or None.
     """
     if len(nodes(system)) < 2:
         return UNKNOWN
-    found = _accelerator_node(devices)
+    found = UNKNOWN if device is None else _accelerator_node(device, devices)
     return found if found != UNKNOWN else node_of(os.sched_getaffinity(0), system)
 
 
-def _accelerator_node(devices: Path) -> int:
-    """Return the NUMA node of the current CUDA device, found by its PCI address, or
-    UNKNOWN.
-    """
-    if not torch.cuda.is_available():
+def _accelerator_node(device: torch.device, devices: Path) -> int:
+    """Return the NUMA node of a CUDA device, found by its PCI address, or UNKNOWN."""
+    if device.type != "cuda":
         return UNKNOWN
-    properties: Any = torch.cuda.get_device_properties(torch.cuda.current_device())
+    properties: Any = torch.cuda.get_device_properties(device)
     try:
         domain, bus, slot = (
             properties.pci_domain_id,

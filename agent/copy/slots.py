@@ -15,6 +15,8 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
+import torch
+
 from ckptd.agent.copy.mapped_slot import MappedSlot
 from ckptd.agent.copy.numa import home_node
 from ckptd.agent.link.client import Client
@@ -50,19 +52,20 @@ class MappedSlots:
         self._client, self._wait_for_copies = client, wait_for_copies
         self._slots: dict[str, MappedSlot] = {}
         self._preparing: Preparation | None = None
+        self._device: torch.device | None = None
         self.count: int | None = None
         self.outgrown: Callable[[MappedSlot], None] = lambda slot: None
 
     def __contains__(self, segment: str) -> bool:
         return segment in self._slots
 
-    def fit(self, needed: int) -> bool:
+    def fit(self, needed: int, device: torch.device | None = None) -> bool:
         """Return True if there are slots, each of `needed` bytes or more, and no others
-        are being allocated.
+        are being allocated. With a device, they must be made for copies from one.
         """
-        return (
-            self._preparing is None or self._preparing.allocated.is_set()
-        ) and self._room() >= needed
+        return (self._preparing is None or self._preparing.allocated.is_set()) and self._will_do(
+            needed, device
+        )
 
     def get(self, segment: str) -> MappedSlot:
         if segment not in self._slots:
@@ -71,11 +74,14 @@ class MappedSlots:
             )
         return self._slots[segment]
 
-    def prepare(self, capacity: int, layout: Layout | None = None) -> None:
+    def prepare(
+        self, capacity: int, layout: Layout | None = None, device: torch.device | None = None
+    ) -> None:
         """Begin to make slots of `capacity` bytes in the background, unless the present
-        slots are large enough.
+        slots will do.
 
-        With a layout, the slots are also made ready for copies by it.
+        With a layout, the slots are also made ready for copies by it. With a device, the
+        accelerator that the state is on, they are page-locked.
 
         Waits first for slots that are being allocated already. Does nothing if they are
         not there within the daemon's stall budget, which counts from their request.
@@ -83,11 +89,11 @@ class MappedSlots:
         self._start()
         if (
             self._preparing is None or self._preparing.wait(self._client.welcome.stall_budget)
-        ) and self._room() < capacity:
-            self._begin(capacity, layout)
+        ) and not self._will_do(capacity, device):
+            self._begin(capacity, layout, device)
 
-    def ensure(self, needed: int, deadline: float) -> bool:
-        """Wait for slots of `needed` bytes.
+    def ensure(self, needed: int, deadline: float, device: torch.device | None = None) -> bool:
+        """Wait for slots of `needed` bytes. `device` is as for `prepare`.
 
         Return False if they take longer than `deadline`: they are then made in the
         background.
@@ -99,26 +105,30 @@ class MappedSlots:
         self._start()
         preparing = self._preparing
         if preparing is None or preparing.allocated.is_set():
-            if self._room() >= needed:
+            if self._will_do(needed, device):
                 return True
-            preparing = self._begin(needed)
+            preparing = self._begin(needed, None, device)
         if not preparing.wait(deadline - time.monotonic()):
             return False
         if preparing.error is not None:
             raise preparing.error
-        return self._room() >= needed or self.ensure(needed, deadline)
+        return self._will_do(needed, device) or self.ensure(needed, deadline, device)
 
-    def _room(self) -> int:
-        return min((slot.header.capacity for slot in self._slots.values()), default=-1)
+    def _will_do(self, needed: int, device: torch.device | None) -> bool:
+        room = min((slot.header.capacity for slot in self._slots.values()), default=-1)
+        return room >= needed and (device is None or self._device is not None)
 
-    def _begin(self, needed: int, layout: Layout | None = None) -> Preparation:
+    def _begin(
+        self, needed: int, layout: Layout | None, device: torch.device | None
+    ) -> Preparation:
         """Begin to make slots with room to spare, since plain values may grow from step
         to step.
         """
         self._wait_for_copies()
         capacity, count = needed + needed // 64 + _SLACK, self.count or self._client.welcome.slots
+        self._device = device or self._device
         self._preparing = preparing = Preparation(
-            self._client, capacity, count, self._slots, layout, self.outgrown
+            self._client, capacity, count, self._slots, layout, self._device, self.outgrown
         )
         # Only once it is stored: after Ctrl-C, no thread may replace slots that later
         # calls do not know of.
@@ -186,7 +196,9 @@ class Preparation:
     """The replacement of all slots in `slots` by `count` new ones of `capacity` bytes,
     on a thread of its own.
 
-    The new slots are faulted in and, with a `layout`, made ready for copies by it.
+    The new slots are faulted in and, with a `layout`, made ready for copies by it. With
+    a `device`, they are page-locked, and near to it. The current device of the new thread is
+    not that of the training.
 
     Call `start`, then `wait` or `join`. `allocated` is set once the new slots may be
     used, or once the allocation has failed. After a failure `error` is the reason and
@@ -200,6 +212,7 @@ class Preparation:
         count: int,
         slots: dict[str, MappedSlot],
         layout: Layout | None = None,
+        device: torch.device | None = None,
         outgrown: Callable[[MappedSlot], None] = lambda slot: None,
     ) -> None:
         self.allocated = Flag()
@@ -210,6 +223,7 @@ class Preparation:
         self._count = count
         self._slots = slots
         self._layout = layout
+        self._device, self._node = device, home_node(device)
         self._outgrown = outgrown
         self._started, self._over = threading.Lock(), Flag()
         self._made: list[MappedSlot] = []
@@ -275,14 +289,20 @@ class Preparation:
             self._slots.clear()  # the daemon may have freed them to make room
         self.allocated.set()
         for slot in made:
-            slot.populate()
+            try:
+                slot.populate(self._device)
+            except CkptdError as error:
+                log.error("a slot cannot be used: %s", error)
+                self._slots.pop(slot.name, None)
+                slot.close_descriptors()  # so that a snapshot that is using it fails
+                continue
             if self._layout is not None:
                 slot.cut(self._layout)
 
     def _allocate(self) -> list[MappedSlot]:
         reply, self._descriptors = self._client.call(
             lambda n: m.Allocate(id=n, capacity=self._capacity, count=self._count,
-            node=home_node()), m.Segments, ALLOCATE_SECONDS,
+            node=self._node), m.Segments, ALLOCATE_SECONDS,
         )  # fmt: skip
         if reply.remark:
             log.warning("%s", reply.remark)

@@ -30,6 +30,7 @@ from ckptd.agent.link.rounds import Told
 from ckptd.agent.pending import PendingSnapshot
 from ckptd.agent.plan.layout import Layout
 from ckptd.agent.plan.save_plan import Resolved, resolves_by_itself
+from ckptd.agent.plan.structure import current_accelerator
 from ckptd.agent.threads.call_lock import CallLock
 from ckptd.shared import names
 from ckptd.shared.errors import (
@@ -441,7 +442,8 @@ class SlotPart:
             else:
                 handover = handovers.open(before.pending, target.tag)
             try:
-                handover.reserve(document_offsets(layout, 0, 0)[-1] + room, deadline)
+                needed = document_offsets(layout, 0, 0)[-1] + room
+                handover.reserve(needed, deadline, current_accelerator(layout.plan))
                 handover.acquire()
                 handover.fill(
                     layout, resolved.sources_of(layout), singly=resolves_by_itself(resolved.planner)

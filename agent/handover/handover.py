@@ -91,13 +91,13 @@ class Handover:
         if self.slot_request.asked and not self.slot_request.answer():
             self._skip(self.slot_request.why)
 
-    def reserve(self, needed: int, deadline: float) -> None:
+    def reserve(self, needed: int, deadline: float, device: torch.device | None = None) -> None:
         """Make sure that each slot has `needed` bytes, and that one slot is requested.
 
         Slots that are too small are replaced by larger ones. That would also replace a
         slot that another hand-over of this process has filled and not sealed, so this
         first waits until such a slot is sealed. `deadline` is a time of the monotonic
-        clock.
+        clock. `device` is the accelerator that the state is on, or None.
 
         Raises SnapshotFailed if that seal does not come by the deadline, or if the
         larger slots are not made by then; in the second case the step is skipped.
@@ -109,12 +109,12 @@ class Handover:
         # Else a step that was filled before, and needs a larger slot now, would wait
         # for itself.
         all_.no_longer_filled(self.pending)
-        if not slots.fit(needed) and not all_.wait_until_sealed(deadline):
+        if not slots.fit(needed, device) and not all_.wait_until_sealed(deadline):
             raise SnapshotFailed(
                 "larger slots are needed, and another save of this process has not sealed its "
                 "slot in time"
             )
-        if not slots.ensure(needed, deadline):
+        if not slots.ensure(needed, deadline, device):
             why = "the slots in shared memory are still being made; a later snapshot can use them"
             all_.pass_over(
                 self.pending, SnapshotFailed(f"step {self.pending.step} was skipped: {why}")

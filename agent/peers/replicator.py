@@ -333,7 +333,7 @@ class Replicator:
                         descriptor.close()
                     raise
                 segments[segment.name] = segment
-                segment.populate(lock=False)
+                segment.populate()
                 return segment
             case m.Refused():
                 raise PeerLost(reply.reason)

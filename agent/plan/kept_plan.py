@@ -49,7 +49,8 @@ class PlanInUse:
 
     sources: the tensor from which each item is copied. unlike: `Sources.unlike`, or None
     if it must be computed from the sources. parts: the part of each tensor of the state
-    that this rank has. addresses: the address of each part.
+    that this rank has. addresses: the address of each part. device: the accelerator
+    that the sources are on, or None.
     """
 
     layout: Layout
@@ -57,6 +58,7 @@ class PlanInUse:
     unlike: list[int] | None
     parts: list[torch.Tensor]
     addresses: list[int]
+    device: torch.device | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +143,12 @@ class KeptPlan:
         # The columns do not tell a negative view from another tensor.
         unlike = sources.unlike if same[0].guard is not None else None
         return PlanInUse(
-            layout, sources.of(same[1], captured.tensors), unlike, same[1], same[0].addresses
+            layout,
+            sources.of(same[1], captured.tensors),
+            unlike,
+            same[1],
+            same[0].addresses,
+            sources.device,
         )
 
     def renew(
@@ -186,7 +193,12 @@ class KeptPlan:
         sources = Sources(found, captured.tensors, layout.plan)
         self._kept, self._has = (found, layout, sources), wanted
         return PlanInUse(
-            layout, sources.of(parts, captured.tensors), sources.unlike, parts, found.addresses
+            layout,
+            sources.of(parts, captured.tensors),
+            sources.unlike,
+            parts,
+            found.addresses,
+            sources.device,
         )
 
     def _plan(

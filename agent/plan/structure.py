@@ -8,7 +8,7 @@ thousand tensors are compared in one call, or in columns.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from importlib import import_module
 from itertools import chain
@@ -39,6 +39,19 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
             else torch.empty(0, dtype=tensor.dtype, device=tensor.device)
         )
     return tensor
+
+
+def accelerator_of(tensors: Iterable[torch.Tensor]) -> torch.device | None:
+    """Return the device of the first tensor that is on an accelerator, or None."""
+    return next((t.device for t in tensors if t.device.type not in ("cpu", "meta")), None)
+
+
+def current_accelerator(plan: Plan) -> torch.device | None:
+    """Return the current device of this thread if an item of the plan is on such an
+    accelerator, or None.
+    """
+    kind = next((item.device for item in plan.items if item.device not in ("cpu", "meta")), None)
+    return None if kind is None else torch.device(kind, torch.accelerator.current_device_index())
 
 
 def _placement(tensor: torch.Tensor) -> object:
@@ -330,7 +343,7 @@ class Sources:
     the plan's structure.
 
     unlike: the numbers of the items whose bytes in the slot are not those of their
-    tensor, as for a strided view.
+    tensor, as for a strided view. device: the accelerator that they are on, or None.
     """
 
     def __init__(self, structure: Structure, tensors: dict[str, torch.Tensor], plan: Plan) -> None:
@@ -343,6 +356,7 @@ class Sources:
             if item.fqn not in numbers or isinstance(tensors[item.fqn], ShardedTensor)
         ]
         found = self.of([local_part(tensor) for tensor in tensors.values()], tensors)
+        self.device = accelerator_of(found)
         self.unlike = [
             n
             for n, (item, tensor) in enumerate(zip(plan.items, found, strict=True))

@@ -348,7 +348,7 @@ def optimizer_bytes_to_come(state: Any, world_size: int = 1) -> int:
 
 def rng_state() -> dict[str, Any]:
     """Return the state of every generator that a training loop draws from: Python,
-    NumPy (if loaded), torch, and all accelerators.
+    NumPy (if loaded), torch, and all accelerators, if this process uses one.
     """
     version, words, gauss = random.getstate()
     state: dict[str, Any] = {
@@ -361,9 +361,12 @@ def rng_state() -> dict[str, Any]:
         state["numpy"] = found = dict(np.random.get_state(legacy=False))
         if found["bit_generator"] == "MT19937":
             found["state"] = {**found["state"], "key": found["state"]["key"].tobytes()}
-    if torch.accelerator.is_available():
-        module = torch.get_device_module(torch.accelerator.current_accelerator())
-        state["devices"] = [_bytes(generator) for generator in module.get_rng_state_all()]
+    if (kind := torch.accelerator.current_accelerator()) is not None:
+        module = torch.get_device_module(kind)
+        # A question to a device that is not in use would take memory on it, and its
+        # processes that are forked later could not use it.
+        if module.is_initialized():
+            state["devices"] = [_bytes(generator) for generator in module.get_rng_state_all()]
     return state
 
 

@@ -3,61 +3,95 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 import torch
 
 from ckptd.agent.copy import lanes
+from ckptd.shared.errors import InternalError
+
+THIRD = torch.device("cuda", 3)
 
 
 class Runtime:
-    """Stands for `torch.cuda.cudart()`."""
+    """Stands for `torch.cuda.cudart()`. It returns `answers` in turn, and the last one
+    again and again. `current` is the device on which it is asked.
+    """
 
-    def __init__(self, answer: int) -> None:
-        self.answer = answer
+    def __init__(self, *answers: int) -> None:
+        self.answers = list(answers)
+        self.current = 0
         self.asked: list[tuple[object, ...]] = []
 
+    def _answer(self, *asked: object) -> int:
+        self.asked.append((self.current, *asked))
+        return self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
+
     def cudaHostRegister(self, address: int, length: int, flags: int) -> int:
-        self.asked.append((address, length, flags))
-        return self.answer
+        return self._answer(address, length, flags)
 
     def cudaHostUnregister(self, address: int) -> int:
-        self.asked.append((address,))
-        return self.answer
+        return self._answer(address)
+
+    @contextmanager
+    def device(self, device: torch.device) -> Iterator[None]:
+        before, self.current = self.current, device.index
+        yield
+        self.current = before
 
 
-def runtime(monkeypatch: pytest.MonkeyPatch, answer: int, kind: str = "cuda") -> Runtime:
-    made = Runtime(answer)
-    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device(kind))
+def runtime(monkeypatch: pytest.MonkeyPatch, *answers: int) -> Runtime:
+    made = Runtime(*answers)
+    monkeypatch.setattr(torch.cuda, "device", made.device)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: made)
     return made
 
 
-def test_pages_are_locked_and_unlocked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pages_are_locked_and_unlocked_on_the_device_of_the_state(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Asked on device 0, the driver would take memory there for each rank of a node."""
     cuda = runtime(monkeypatch, 0)
-    assert lanes.lock_pages(4096, 8192)
-    lanes.unlock_pages(4096)
-    assert cuda.asked == [(4096, 8192, 1), (4096,)]
+    assert lanes.lock_pages(4096, 8192, THIRD)
+    lanes.unlock_pages(4096, THIRD)
+    assert (cuda.asked, cuda.current) == ([(3, 4096, 8192, 1), (3, 4096)], 0)
+
+
+def test_any_thread_waits_for_a_mark_on_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = runtime(monkeypatch, 0)
+
+    class Event:
+        def query(self) -> bool:
+            return cuda.current == 3
+
+        def synchronize(self) -> None:
+            cuda.asked.append((cuda.current,))
+
+    mark = lanes.StreamMark(THIRD, Event())  # type: ignore[arg-type]
+    mark.synchronize()
+    assert (mark.query(), cuda.asked, cuda.current) == (True, [(3,)], 0)
 
 
 def test_an_empty_slot_is_not_locked(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda = runtime(monkeypatch, 0)
-    assert not lanes.lock_pages(4096, 0)
+    assert not lanes.lock_pages(4096, 0, THIRD)
     assert cuda.asked == []
 
 
-# This is about machines without an accelerator. Where there is one,
-# tests/agent/test_accelerator.py runs instead.
-@pytest.mark.skipif(
-    torch.accelerator.is_available(),
-    reason="only without an accelerator; test_accelerator.py is for those that have one",
-)
-def test_without_an_accelerator_nothing_is_locked_or_logged(
-    caplog: pytest.LogCaptureFixture,
+def test_what_was_locked_at_the_address_before_is_unlocked_first(
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    assert not lanes.lock_pages(4096, 8192)
-    assert caplog.records == []
+    cuda = runtime(monkeypatch, 712, 0)
+    assert lanes.lock_pages(4096, 8192, THIRD)
+    assert cuda.asked == [(3, 4096, 8192, 1), (3, 4096), (3, 4096, 8192, 1)]
+
+
+def test_memory_over_other_locked_memory_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    runtime(monkeypatch, 712, 713, 712)
+    with pytest.raises(InternalError, match="is still page-locked at the address of a new slot"):
+        lanes.lock_pages(4096, 8192, THIRD)
 
 
 def test_a_refusal_of_the_driver_is_logged(
@@ -65,16 +99,16 @@ def test_a_refusal_of_the_driver_is_logged(
 ) -> None:
     runtime(monkeypatch, 2)
     with caplog.at_level(logging.WARNING):
-        assert not lanes.lock_pages(4096, 3_000_000_000)
+        assert not lanes.lock_pages(4096, 3_000_000_000, THIRD)
     assert "slots could not be page-locked (CUDA error 2, 3.0 GB)" in caplog.text
 
 
 def test_other_accelerators_are_logged_as_slower(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    cuda = runtime(monkeypatch, 0, "xpu")
+    cuda = runtime(monkeypatch, 0)
     with caplog.at_level(logging.WARNING):
-        assert not lanes.lock_pages(4096, 8192)
+        assert not lanes.lock_pages(4096, 8192, torch.device("xpu", 0))
     assert "not for xpu" in caplog.text
     assert cuda.asked == []
 
@@ -83,8 +117,8 @@ def test_unlocking_pages_that_are_not_locked_is_ignored(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     runtime(monkeypatch, 713)
-    lanes.unlock_pages(4096)
+    lanes.unlock_pages(4096, THIRD)
     assert caplog.records == []
     runtime(monkeypatch, 1)
-    lanes.unlock_pages(4096)
+    lanes.unlock_pages(4096, THIRD)
     assert "could not be unlocked: CUDA error 1" in caplog.text

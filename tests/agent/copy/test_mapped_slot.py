@@ -8,6 +8,7 @@ import fcntl
 import logging
 import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, cast
 
 import msgspec
@@ -31,6 +32,7 @@ from ckptd.shared.formats.segment import (
 )
 from tests.support.tmpfs import Tmpfs, tmpfs
 
+CUDA = torch.device("cuda", 3)
 CAPACITY = 600_000
 
 
@@ -362,13 +364,18 @@ class Pages:
             self.populated.append((address, length))
             return error
 
-        def lock(address: int, length: int) -> bool:
+        def lock(address: int, length: int, device: torch.device) -> bool:
+            assert device == CUDA
             self.locked.append((address, length))
             return True
 
+        def unlock(address: int, device: torch.device) -> None:
+            assert f"{address:x}-" in Path("/proc/self/maps").read_text()
+            self.unlocked.append(address)
+
         monkeypatch.setattr(mapped_slot_module, "advise", populate)
         monkeypatch.setattr(mapped_slot_module, "lock_pages", lock)
-        monkeypatch.setattr(mapped_slot_module, "unlock_pages", self.unlocked.append)
+        monkeypatch.setattr(mapped_slot_module, "unlock_pages", unlock)
 
 
 def test_all_memory_is_faulted_in_piece_by_piece_and_locked_once(
@@ -376,7 +383,7 @@ def test_all_memory_is_faulted_in_piece_by_piece_and_locked_once(
 ) -> None:
     pages = Pages(monkeypatch)
     monkeypatch.setattr(mapped_slot_module, "_PIECE", 1 << 16)
-    slot.populate()
+    slot.populate(CUDA)
     start, length = pages.locked[0]
     assert length == slot.header.file_length
     assert pages.populated == [
@@ -393,7 +400,7 @@ def test_memory_that_cannot_be_faulted_in_can_still_be_used(
     pages = Pages(monkeypatch, error=12)
     monkeypatch.setattr(mapped_slot_module, "_PIECE", 1 << 16)
     with caplog.at_level(logging.DEBUG, "ckptd.agent"):
-        slot.populate()
+        slot.populate(CUDA)
     assert (len(pages.populated), len(pages.locked)) == (1, 1)
     assert (
         "pages of a slot could not be faulted in before the first copy: Cannot allocate memory"
@@ -408,9 +415,41 @@ def test_a_slot_that_is_forgotten_meanwhile_is_not_locked(
 ) -> None:
     pages = Pages(monkeypatch)
     monkeypatch.setattr(mapped_slot_module, "advise", lambda *_: cast(int, slot.forget()) or 0)
-    slot.populate()
-    slot.populate()
+    slot.populate(CUDA)
+    slot.populate(CUDA)
     assert (pages.locked, pages.unlocked) == ([], [])
+
+
+def test_a_slot_of_tensors_on_the_cpu_is_not_locked(
+    slot: MappedSlot, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pages = Pages(monkeypatch)
+    slot.populate()
+    assert (len(pages.populated), pages.locked) == (1, [])
+
+
+def test_a_slot_that_is_dropped_is_unlocked_before_it_is_unmapped(
+    shm: Tmpfs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The driver would write to its old pages from the next slot at this address, too."""
+    pages, data = Pages(monkeypatch), shm.make("a.seg", CAPACITY)
+    slot = MappedSlot("a.seg", *data)
+    slot.populate(CUDA)
+    held = slot.data
+    slot.close_descriptors()
+    del slot
+    assert pages.unlocked == []
+    del held
+    assert pages.unlocked == [pages.locked[0][0]]
+
+
+def test_a_forked_child_unlocks_nothing(slot: MappedSlot, monkeypatch: pytest.MonkeyPatch) -> None:
+    pages = Pages(monkeypatch)
+    slot.populate(CUDA)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "getpid", lambda: -1)
+        slot.forget()
+    assert (len(pages.locked), pages.unlocked) == (1, [])
 
 
 # -- batches

@@ -11,6 +11,8 @@ from ckptd.agent.copy.numa import home_node
 from ckptd.shared.system.numa import UNKNOWN
 from tests.shared.system.test_numa import write
 
+CUDA = torch.device("cuda", 3)
+
 
 @pytest.fixture
 def here(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -18,20 +20,20 @@ def here(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def device(monkeypatch: pytest.MonkeyPatch, **properties: int) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
     monkeypatch.setattr(
         torch.cuda,
         "get_device_properties",
-        lambda number: SimpleNamespace(**properties) if number == 3 else None,
+        lambda device: SimpleNamespace(**properties) if device.index == 3 else None,
     )
 
 
 @pytest.mark.usefixtures("here")
 def test_without_an_accelerator_the_node_is_that_of_the_cpus(tmp_path: Path) -> None:
-    assert home_node(write(tmp_path / "two", node0="0-3", node1="4-7"), tmp_path) == 1
-    assert home_node(write(tmp_path / "one", node0="0-7"), tmp_path) == UNKNOWN
-    assert home_node(tmp_path / "none", tmp_path) == UNKNOWN
+    two = write(tmp_path / "two", node0="0-3", node1="4-7")
+    assert home_node(None, two, tmp_path) == 1
+    assert home_node(torch.device("xpu", 0), two, tmp_path) == 1
+    assert home_node(None, write(tmp_path / "one", node0="0-7"), tmp_path) == UNKNOWN
+    assert home_node(None, tmp_path / "none", tmp_path) == UNKNOWN
 
 
 @pytest.mark.usefixtures("here")
@@ -44,7 +46,7 @@ def test_the_node_is_that_of_the_accelerator(
     place.mkdir()
     if text is not None:
         (place / "numa_node").write_text(text)
-    assert home_node(write(tmp_path / "two", node0="0-3", node1="4-7"), tmp_path) == expected
+    assert home_node(CUDA, write(tmp_path / "two", node0="0-3", node1="4-7"), tmp_path) == expected
 
 
 @pytest.mark.usefixtures("here")
@@ -52,4 +54,4 @@ def test_without_a_known_address_of_the_accelerator_the_node_is_that_of_the_cpus
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     device(monkeypatch, name=1)
-    assert home_node(write(tmp_path, node0="0-3", node1="4-7"), tmp_path) == 1
+    assert home_node(CUDA, write(tmp_path, node0="0-3", node1="4-7"), tmp_path) == 1

@@ -26,7 +26,7 @@ def used(every: int, shared: Shared | None) -> ReplicaCheck:
 def found() -> PlanInUse:
     layout = layout_of(plan_locally(STATE).rows, [], metadata=None, global_plan=b"")
     parts = list(STATE.values())
-    return PlanInUse(layout, parts, [], parts, [part.data_ptr() for part in parts])
+    return PlanInUse(layout, parts, [], parts, [part.data_ptr() for part in parts], None)
 
 
 def never(device: torch.device, work: Callable[[], None]) -> None:

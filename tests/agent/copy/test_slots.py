@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, cast
 
 import pytest
+import torch
 
 from ckptd.agent.copy import slots as slots_module
 from ckptd.agent.copy.mapped_slot import MappedSlot
@@ -33,6 +34,7 @@ from tests.support.clock import Clock
 from tests.support.daemons import until
 from tests.support.tmpfs import Tmpfs, tmpfs
 
+CUDA = torch.device("cuda", 3)
 FAR = 1e9  # a deadline of the monotonic clock that never comes
 
 
@@ -280,6 +282,64 @@ def test_prepare_makes_slots_in_the_background_unless_the_present_ones_will_do(
         1000 + 15 + (1 << 16),
         1_000_000 + 15625 + (1 << 16),
     ]
+
+
+# -- accelerators
+
+
+def test_device_and_node_are_those_of_the_calling_thread(
+    client: FakeClient, slots: MappedSlots, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The current device of the thread that makes the slots is device 0."""
+    asked: list[Any] = []
+
+    def node(device: torch.device | None) -> int:
+        asked.append((device, threading.get_ident()))
+        return 7
+
+    monkeypatch.setattr(slots_module, "home_node", node)
+    monkeypatch.setattr(MappedSlot, "populate", lambda slot, device: asked.append(device))
+    assert slots.ensure(10, FAR, CUDA)
+    slots.wait()
+    assert asked == [(CUDA, threading.get_ident()), CUDA, CUDA]
+    assert client.asked[0].node == 7
+
+
+def test_slots_for_the_cpu_are_replaced_for_copies_from_a_device(
+    client: FakeClient, slots: MappedSlots, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    locked: list[Any] = []
+    monkeypatch.setattr(MappedSlot, "populate", lambda slot, device: locked.append(device))
+    assert slots.ensure(10, FAR)
+    slots.wait()
+    assert (slots.fit(10), slots.fit(10, CUDA)) == (True, False)
+    assert slots.ensure(10, FAR, CUDA)
+    assert slots.fit(10, CUDA)
+    slots.prepare(10)
+    assert slots.ensure(1_000_000, FAR)
+    assert slots.fit(10, CUDA)
+    slots.wait()
+    assert locked == [None] * 2 + [CUDA] * 4
+
+
+def test_a_slot_that_the_device_would_not_write_to_is_dropped(
+    client: FakeClient,
+    slots: MappedSlots,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def populate(slot: MappedSlot, device: object) -> None:
+        if slot.name == "0.seg":
+            raise InternalError("still locked")
+
+    monkeypatch.setattr(MappedSlot, "populate", populate)
+    assert slots.ensure(10, FAR, CUDA)
+    slots.wait()
+    assert (slots.names, [descriptor.closed for descriptor in client.given]) == (
+        ["1.seg"],
+        [True, True, False, False],
+    )
+    assert caplog.messages == ["a slot cannot be used: still locked"]
 
 
 # -- Ctrl-C and forks

@@ -7,12 +7,22 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable
+from types import SimpleNamespace
+from typing import cast
 
+import msgspec
 import pytest
 import torch
 
-from ckptd.agent.plan.layout import lay_out, plan_locally
-from ckptd.agent.plan.structure import Sources, Structure, difference, local_part
+from ckptd.agent.plan.layout import lay_out, layout_of, plan_locally
+from ckptd.agent.plan.structure import (
+    Sources,
+    Structure,
+    accelerator_of,
+    current_accelerator,
+    difference,
+    local_part,
+)
 from ckptd.shared.errors import UnsavableValue
 
 Tensors = dict[str, torch.Tensor]
@@ -208,3 +218,19 @@ def test_a_tensor_whose_storage_was_freed_or_has_shrunk_is_refused_by_key(held: 
         Structure.of(tensors)
     tensor.untyped_storage().resize_(4000)
     assert structure.again(tensors) is not None
+
+
+def test_the_accelerator_is_that_of_the_first_tensor_on_one() -> None:
+    places = [torch.device(kind) for kind in ("cpu", "meta", "cuda:3", "cuda:1")]
+    on = cast(list[torch.Tensor], [SimpleNamespace(device=place) for place in places])
+    assert (accelerator_of(on), accelerator_of(on[:2])) == (torch.device("cuda", 3), None)
+
+
+def test_the_accelerator_of_a_plan_is_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = layout_of(
+        plan_locally({"w": torch.ones(4)}).rows, [], metadata=None, global_plan=b""
+    ).plan
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 3)
+    assert current_accelerator(plan) is None
+    plan.items[0] = msgspec.structs.replace(plan.items[0], device="cuda")
+    assert current_accelerator(plan) == torch.device("cuda", 3)

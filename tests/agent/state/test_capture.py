@@ -5,6 +5,7 @@ restored.
 from __future__ import annotations
 
 import random
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -246,6 +247,25 @@ def test_generators_draw_again_what_they_drew() -> None:
     assert draw() != drawn
     set_rng_state(state)
     assert draw() == drawn
+
+
+@pytest.mark.parametrize("used", [False, True])
+def test_devices_are_asked_only_if_this_process_uses_them(
+    monkeypatch: pytest.MonkeyPatch, used: bool
+) -> None:
+    """A question would make a context on each, and break children that are forked later."""
+    asked: list[str] = []
+
+    def states() -> list[torch.Tensor]:
+        asked.append("states")
+        return [torch.ones(2, dtype=torch.uint8)]
+
+    module = SimpleNamespace(is_initialized=lambda: used, get_rng_state_all=states)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: asked.append("available"))
+    monkeypatch.setattr(torch, "get_device_module", lambda device: module)
+    state = rng_state()
+    assert (asked, state.get("devices")) == ((["states"], [b"\1\1"]) if used else ([], None))
 
 
 def test_numpys_generator_as_ckptd_0_1_0_saved_it() -> None:
