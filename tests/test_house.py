@@ -8,11 +8,13 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
 
 from ckptd.shared.system import failpoints
+from ckptd.shared.system.collector import paused_collector
 from tests.support import code_map
 from tests.support.assertions import Weak, look
 from tests.support.rooms import FACE, ORDER, PACKAGES, ROOT, imports, modules, rooms_of, tree
@@ -21,8 +23,24 @@ FILES = sorted(modules().values())
 MODULES = modules()
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _collector_is_paused() -> Iterator[None]:
+    """Pause the collector, which would go over the trees of 900 files again and again.
+
+    Drop them at the end: they are a million objects, and later tests run in this process.
+    """
+    with paused_collector():
+        yield
+    for kept in (tree, _calls, has_test):
+        kept.cache_clear()
+
+
 def under(name: str, package: str) -> bool:
     return name == package or name.startswith(f"{package}.")
+
+
+def place(path: Path) -> str:
+    return str(path.relative_to(ROOT))
 
 
 def in_package(package: str) -> list[Path]:
@@ -241,7 +259,7 @@ def test_nothing_imports_the_command_line() -> None:
 def test_an_assignment_sets_at_most_two_attributes() -> None:
     """A reader finds the place where an attribute is set, and what it is set to."""
     packed = [
-        f"{path.relative_to(ROOT)}:{node.lineno}"
+        f"{place(path)}:{node.lineno}"
         for path in FILES
         for node in ast.walk(tree(path))
         if isinstance(node, ast.Assign)
@@ -320,7 +338,7 @@ def test_only_the_storage_package_uses_the_files_of_a_root() -> None:
             if name in FILE_CALLS or (
                 isinstance(call.func, ast.Attribute) and call.func.attr in FILE_METHODS
             ):
-                found.add(str(path.relative_to(ROOT)))
+                found.add(place(path))
     assert found == set(TOUCH_FILES)
     paths_of_the_root = [
         f"{path}: {ast.unparse(node)}"
@@ -335,7 +353,7 @@ def test_only_the_storage_package_uses_the_files_of_a_root() -> None:
 
 def test_only_the_storage_package_knows_its_implementations() -> None:
     known = {
-        str(path.relative_to(ROOT))
+        place(path)
         for path in FILES
         for name in imports(path)
         if name.startswith("ckptd.shared.storage.posix")
@@ -422,6 +440,7 @@ def reached(test: Path) -> set[str]:
     return found
 
 
+@cache
 def has_test(path: Path) -> bool:
     """Return True if the module's namesake exists and has a test."""
     test = namesake(path)
@@ -441,7 +460,7 @@ def is_reached(path: Path) -> bool:
     return any(under(imported, name) for imported in reached(namesake(path)))
 
 
-OWN_FILES = {str(path.relative_to(ROOT)): path for path in FILES if path.name != "__init__.py"}
+OWN_FILES = {place(path): path for path in FILES if path.name != "__init__.py"}
 
 
 def test_every_module_has_a_test_of_its_name() -> None:
@@ -494,9 +513,8 @@ def test_no_two_classes_or_aliases_have_one_name() -> None:
 # -- files
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_each_file_says_what_it_owns(path: Path) -> None:
-    assert ast.get_docstring(tree(path))
+def test_each_file_says_what_it_owns() -> None:
+    assert [place(path) for path in FILES if not ast.get_docstring(tree(path))] == []
 
 
 # -- memory
@@ -507,17 +525,17 @@ _FACTORIES = re.compile(
 )
 
 
-@pytest.mark.parametrize("path", AGENT_FILES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_every_allocation_names_its_device_and_dtype(path: Path) -> None:
+def test_every_allocation_names_its_device_and_dtype() -> None:
     # A caller may have set another default device, on which the memory that this
     # process writes would not exist.
     allocations = [
-        (call.lineno, {keyword.arg for keyword in call.keywords})
+        (f"{place(path)}:{call.lineno}", {keyword.arg for keyword in call.keywords})
+        for path in AGENT_FILES
         for name, call in _calls(path)
         if _FACTORIES.fullmatch(name)
     ]
     assert [
-        f"line {line}"
+        line
         for line, given in allocations
         if None not in given and not {"device", "dtype"} <= given
     ] == []
@@ -526,24 +544,31 @@ def test_every_allocation_names_its_device_and_dtype(path: Path) -> None:
 # -- waits
 
 
-@pytest.mark.parametrize("path", AGENT_FILES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_no_wait_of_the_agent_can_be_broken_by_ctrl_c(path: Path) -> None:
+def test_no_wait_of_the_agent_can_be_broken_by_ctrl_c() -> None:
     # These take a lock in Python code. `agent/threads/flag.py` has what to take
     # instead.
     waits = {
         f"threading.{name}"
         for name in ("Event", "Condition", "Semaphore", "BoundedSemaphore", "Barrier")
     }
-    assert [f"line {call.lineno}" for name, call in _calls(path) if name in waits] == []
+    assert [
+        f"{place(path)}:{call.lineno}"
+        for path in AGENT_FILES
+        for name, call in _calls(path)
+        if name in waits
+    ] == []
 
 
 # -- pickle
 
 
-def _calls(path: Path) -> Iterator[tuple[str, ast.Call]]:
-    for node in ast.walk(tree(path)):
-        if isinstance(node, ast.Call):
-            yield ast.unparse(node.func), node
+@cache
+def _calls(path: Path) -> list[tuple[str, ast.Call]]:
+    return [
+        (ast.unparse(node.func), node)
+        for node in ast.walk(tree(path))
+        if isinstance(node, ast.Call)
+    ]
 
 
 def _may_unpickle(name: str, call: ast.Call) -> bool:
@@ -579,38 +604,47 @@ def test_calls_that_may_unpickle_are_seen() -> None:
     assert found == calls
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_nothing_is_unpickled(path: Path) -> None:
+def test_nothing_is_unpickled() -> None:
     pickles = {"pickle", "_pickle", "cloudpickle", "dill", "shelve", "marshal"}
+    importers = {
+        (place(path), module)
+        for path in FILES
+        for name in imports(path)
+        if (module := name.split(".")[0]) in pickles
+    }
     # Its unpickler finds no class and no function that a pickle names.
-    excused = {"pickle"} if path == ROOT / "agent/convert/dcp_metadata.py" else set()
-    assert {name.split(".")[0] for name in imports(path)} & pickles == excused
-    assert not [name for name, _ in _calls(path) if name.startswith("pickle.")]
-    assert [ast.unparse(call) for name, call in _calls(path) if _may_unpickle(name, call)] == []
+    assert importers == {("agent/convert/dcp_metadata.py", "pickle")}
+    assert [
+        f"{place(path)}: {ast.unparse(call)}"
+        for path in FILES
+        for name, call in _calls(path)
+        if name.startswith("pickle.") or _may_unpickle(name, call)
+    ] == []
 
 
 # -- decoders
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_every_decoder_is_made_at_the_import(path: Path) -> None:
+def test_every_decoder_is_made_at_the_import() -> None:
     """msgspec may crash the process if two threads decode a type for the first time at
     once.
     """
-    inside = {
-        id(node)
-        for function in ast.walk(tree(path))
-        if isinstance(function, ast.FunctionDef)
-        for node in ast.walk(function)
-    }
     decodes = ("msgspec.msgpack.decode", "msgspec.json.decode", "msgspec.convert")
     decoders = ("msgspec.msgpack.Decoder", "msgspec.json.Decoder")
     assert [
-        f"{path}: {ast.unparse(call)}"
+        f"{place(path)}: {ast.unparse(call)}"
+        for path in FILES
         for name, call in _calls(path)
         if (name in decodes and "type" in {keyword.arg for keyword in call.keywords})
-        or (name in decoders and id(call) in inside)
+        or (name in decoders and not _is_at_the_import(path, call))
     ] == []
+
+
+def _is_at_the_import(path: Path, call: ast.Call) -> bool:
+    return not any(
+        isinstance(function, (ast.FunctionDef, ast.AsyncFunctionDef)) and call in ast.walk(function)
+        for function in ast.walk(tree(path))
+    )
 
 
 # -- failpoints
@@ -628,7 +662,7 @@ def _passed() -> dict[str, list[str]]:
     for path in FILES:
         for name, call in _calls(path):
             if name.endswith("failpoint") and call.args and isinstance(call.args[0], ast.Constant):
-                found.setdefault(str(call.args[0].value), []).append(str(path.relative_to(ROOT)))
+                found.setdefault(str(call.args[0].value), []).append(place(path))
             for keyword in call.keywords:
                 if (
                     keyword.arg == "points"
@@ -636,9 +670,7 @@ def _passed() -> dict[str, list[str]]:
                     and isinstance(keyword.value.value, str)
                 ):
                     for suffix in suffixes:
-                        found.setdefault(keyword.value.value + suffix, []).append(
-                            str(path.relative_to(ROOT))
-                        )
+                        found.setdefault(keyword.value.value + suffix, []).append(place(path))
     return found
 
 

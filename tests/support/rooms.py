@@ -46,13 +46,18 @@ def tree(path: Path) -> ast.Module:
     return ast.parse(path.read_text(), str(path))
 
 
+@cache
+def _import_statements(path: Path) -> list[ast.AST]:
+    return [node for node in ast.walk(tree(path)) if isinstance(node, (ast.Import, ast.ImportFrom))]
+
+
 def imports(path: Path, nodes: Iterable[ast.AST] | None = None) -> Iterator[str]:
     """Yield the full names that a file imports: modules, and the names taken out of them.
 
     nodes: the nodes to look at; all nodes of the file if None. Raises AssertionError for a
     relative import.
     """
-    for node in ast.walk(tree(path)) if nodes is None else nodes:
+    for node in _import_statements(path) if nodes is None else nodes:
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
