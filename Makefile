@@ -3,6 +3,8 @@ VENV ?= .venv
 PYTHON ?= python3
 RUN := $(VENV)/bin/python
 INSTALLED := $(VENV)/.installed
+PARALLEL := -n 4 --dist worksteal -q
+PYTEST := $(RUN) -m pytest $(PARALLEL)
 KILLS ?= 50
 MEGABYTES ?= 256
 ROUNDS ?= 10
@@ -12,7 +14,10 @@ COVERED := */daemon/journal/*.py,*/daemon/recovery.py,*/daemon/saving/saver.py,*
 COVERING := $(wildcard tests/daemon/journal/test_*.py) tests/daemon/test_recovery.py tests/daemon/saving/test_saver.py \
 	tests/shared/wire/test_session.py
 
-.PHONY: demo test crashes matrix lint kills rank-kills crash-matrix trust oracle frameworks coverage coverage-all bench man clean
+# Without the files of compiled modules, each of four workers would compile all tests at each run.
+unexport PYTHONDONTWRITEBYTECODE
+
+.PHONY: demo test test-all crashes cost matrix lint kills rank-kills crash-matrix trust oracle frameworks coverage coverage-all bench man clean
 
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -22,13 +27,22 @@ $(INSTALLED): pyproject.toml constraints.txt
 demo: $(INSTALLED)
 	$(RUN) -m examples.demo
 
-# The tests under tests/crash kill processes by the hundred. They take as long as half of all the others, and have a command of their own. Of
-# the frameworks, each example is killed once; `make frameworks` has the others.
+# Every test that stays in the process, and one with processes for each promise of the documents. With ROOM, all tests of that directory or
+# file below tests/, as in `make test ROOM=daemon/journal`. With FAILED=1, only the tests that failed last.
 test: $(INSTALLED)
-	$(RUN) -m pytest -n 4 --dist worksteal -q --ignore tests/crash -m "not frameworks"
+	$(PYTEST) $(if $(FAILED),--last-failed) $(if $(ROOM),-m "not frameworks" tests/$(ROOM),-m "(promise or not processes) and not frameworks")
+
+# All tests but those that kill processes by the hundred, which `make crashes` runs. Of the frameworks, each example is killed once;
+# `make frameworks` has the others. REST=1 leaves out what `make test` runs.
+test-all: $(INSTALLED)
+	$(PYTEST) $(if $(FAILED),--last-failed) --ignore tests/crash -m "$(if $(REST),processes and not promise and )not frameworks"
 
 crashes: $(INSTALLED)
-	$(RUN) -m pytest -n 3 --dist worksteal -q tests/crash
+	$(PYTEST) $(if $(FAILED),--last-failed) tests/crash
+
+# The CPU time of the tests, with everything that they start, by room and by what they start. ROOM as above.
+cost: $(INSTALLED)
+	$(RUN) -m tests.support.cost $(PARALLEL) --ignore tests/crash -m "not frameworks" $(if $(ROOM),tests/$(ROOM))
 
 # The tests of all that meets torch, the formats or asyncio, on the lowest, a middle and the newest torch that pip finds, with each Python that
 # ckptd must run on. The rigs under tests/crash are left out: they take long, and what they kill depends on neither version. TORCH and PYTHONS

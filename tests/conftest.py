@@ -1,11 +1,14 @@
-"""Fixtures for every test: a place for a daemon, and a daemon in it."""
+"""Fixtures for every test: a place for a daemon, a daemon in it, and the tier of the
+test.
+"""
 
 from __future__ import annotations
 
 import logging
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
+from contextlib import nullcontext
 
 import pytest
 
@@ -17,7 +20,33 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+from tests.support import tiers
 from tests.support.daemons import Daemon, Home, home, running
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    tiers.mark(items)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    tiers.begin(allowed=item.get_closest_marker("processes") is not None)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown() -> None:
+    tiers.end()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_fixture_setup(fixturedef: pytest.FixtureDef[object]) -> Generator[None, object, object]:
+    with nullcontext() if fixturedef.scope == "function" else tiers.shared():
+        return (yield)
+
+
+@pytest.fixture(scope="session")
+def processes() -> None:
+    """Lets a test start daemons, ranks and interpreters. `make test` leaves it out."""
 
 
 @pytest.fixture(autouse=True)
@@ -44,7 +73,7 @@ def place() -> Iterator[Home]:
 
 
 @pytest.fixture
-def daemon(place: Home) -> Iterator[Daemon]:
+def daemon(place: Home, processes: None) -> Iterator[Daemon]:
     """A daemon that is ready, with default settings.
 
     It is forked, because there are hundreds. `running` starts one as a user does.

@@ -102,6 +102,7 @@ def test_pages_have_examples() -> None:
     assert len(EXAMPLES) >= 5
 
 
+@pytest.mark.usefixtures("processes")
 @pytest.mark.parametrize("page", EXAMPLES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_python_examples_run(page: Path, tmp_path: Path) -> None:
     """The examples of a page run one after the other, in one process, with a private

@@ -23,6 +23,8 @@ from ckptd.shared.system import machine
 from tests.support import stores
 from tests.support.daemons import until
 
+pytestmark = pytest.mark.usefixtures("processes")
+
 TRAINER = Path(__file__).parents[1] / "examples" / "train_gpt.py"
 TINY = [
     "--layers",

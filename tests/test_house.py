@@ -118,6 +118,7 @@ def loaded_after(statement: str) -> set[str]:
     return set(done.stdout.split())
 
 
+@pytest.mark.usefixtures("processes")
 @pytest.mark.parametrize(
     ("package", "forbidden"),
     [

@@ -27,6 +27,7 @@ def test_counts_of_a_run_and_of_one_that_was_broken_off(tmp_path: Path) -> None:
     assert matrix.counts(results) == (3, 4, 2)
 
 
+@pytest.mark.usefixtures("processes")
 def test_an_interpreter_that_does_not_run_is_passed_over(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -144,6 +144,7 @@ def test_a_newer_attempt_fences_the_older(daemon: Daemon) -> None:
     assert not (daemon.home.root / "job" / "step-00000002.a0001").exists()
 
 
+@pytest.mark.usefixtures("processes")
 def test_the_last_seal_of_a_dead_trainer_is_recorded_after_its_death(place: Home) -> None:
     """The seal makes another slot superfluous, which is released while the slots of the
     dead trainer are examined.
@@ -187,6 +188,7 @@ def test_a_dead_trainers_newest_snapshot_is_saved_unasked_and_comes_back_from_me
     assert diary.newest("sealed") == (0, -1)
 
 
+@pytest.mark.usefixtures("processes")
 def test_sigterm_saves_what_is_only_in_memory(place: Home) -> None:
     with running(place) as daemon:
         agent = Agent("job", socket=place.socket)
@@ -202,6 +204,7 @@ def test_sigterm_saves_what_is_only_in_memory(place: Home) -> None:
     assert place.segment_files() == []
 
 
+@pytest.mark.usefixtures("processes")
 @pytest.mark.parametrize(
     "point",
     ["persist.writing", "commit.synced", "commit.renamed", "journal.synced", "seal.received"],
@@ -236,6 +239,7 @@ def prepared(place: Home) -> Agent:
     return agent
 
 
+@pytest.mark.usefixtures("processes")
 def test_training_continues_without_a_daemon_and_snapshots_resume(place: Home) -> None:
     with running(place, environment={"CKPTD_STALL_BUDGET": "0.2"}):
         agent = prepared(place)
@@ -253,6 +257,7 @@ def test_training_continues_without_a_daemon_and_snapshots_resume(place: Home) -
         assert checkpoint.step == 9
 
 
+@pytest.mark.usefixtures("processes")
 def test_a_hung_daemon_costs_its_budget_once(place: Home) -> None:
     with running(place, environment={"CKPTD_STALL_BUDGET": "0.1"}) as daemon:
         agent = prepared(place)
@@ -278,6 +283,7 @@ def test_a_hung_daemon_costs_its_budget_once(place: Home) -> None:
 steps = iter(range(10_000))
 
 
+@pytest.mark.usefixtures("processes")
 def test_busy_slots_are_skipped_or_waited_for(place: Home) -> None:
     with running(
         place, failpoints="persist.created=sleep(1.5)", environment={"CKPTD_STALL_BUDGET": "60"}
@@ -404,6 +410,7 @@ def test_a_tag_that_is_taken_fails_the_snapshot(agent: Agent, daemon: Daemon) ->
         assert checkpoint.tensor("x").item() == 1.0
 
 
+@pytest.mark.usefixtures("processes")
 def test_a_state_larger_than_the_quota_fails_with_both_sizes(place: Home) -> None:
     with running(place, "--shm-quota", "8M"):
         agent = Agent("job", socket=place.socket)
@@ -422,6 +429,7 @@ def test_a_state_larger_than_the_quota_fails_with_both_sizes(place: Home) -> Non
         agent.close()
 
 
+@pytest.mark.usefixtures("processes")
 def test_a_slot_requested_before_the_state_grew_is_replaced_by_a_larger_one(place: Home) -> None:
     with running(place, "--shm-quota", "11M"):
         agent = Agent("job", socket=place.socket)
@@ -434,7 +442,7 @@ def test_a_slot_requested_before_the_state_grew_is_replaced_by_a_larger_one(plac
 
 
 @pytest.fixture
-def small_tmpfs(tmp_path: Path) -> Any:
+def small_tmpfs(processes: None, tmp_path: Path) -> Any:
     where = tmp_path / "small"
     where.mkdir()
     made = subprocess.run(
@@ -587,6 +595,7 @@ FULL, BROKEN = (
 )
 
 
+@pytest.mark.usefixtures("processes")
 @pytest.mark.parametrize(
     ("failpoint", "reason"),
     [
@@ -618,6 +627,7 @@ def test_a_save_that_fails_is_reported_and_leaves_nothing(
         trainers.assert_equal(checkpoint.load(), 2, SIZE)
 
 
+@pytest.mark.usefixtures("processes")
 @pytest.mark.parametrize(
     "failpoint",
     [
@@ -641,6 +651,7 @@ def test_a_part_that_the_disk_refuses_once_is_written_again_to_a_new_file(
         trainers.assert_equal(checkpoint.load(), 2, SIZE)
 
 
+@pytest.mark.usefixtures("processes")
 def test_a_failed_snapshot_is_still_saved_when_it_is_the_last(place: Home) -> None:
     with running(place, failpoints="persist.created=error(ENOSPC)@1"):
         agent = Agent("job", socket=place.socket)
@@ -716,6 +727,7 @@ def test_threads_of_the_agent_do_not_keep_a_process_alive(daemon: Daemon) -> Non
     assert threading.active_count() >= 1
 
 
+@pytest.mark.usefixtures("processes")
 def test_a_run_that_the_next_daemon_refuses_is_told_why_and_not_that_the_daemon_is_gone(
     place: Home,
 ) -> None:
@@ -734,6 +746,7 @@ def test_a_run_that_the_next_daemon_refuses_is_told_why_and_not_that_the_daemon_
             agent.close()
 
 
+@pytest.mark.usefixtures("processes")
 def test_a_run_goes_on_saving_once_its_root_is_back(
     place: Home, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -759,6 +772,7 @@ def test_a_run_goes_on_saving_once_its_root_is_back(
         assert (checkpoint.step, checkpoint.load()["x"].tolist()) == (3, [3.0] * 3)
 
 
+@pytest.mark.usefixtures("processes")
 def test_a_daemon_whose_root_was_deleted_ends_and_the_next_one_does_not_fill_a_new_root(
     place: Home,
 ) -> None:

@@ -103,6 +103,7 @@ def taken(batches: Batches, count: int) -> list[list[float]]:
     return [batch.reshape(-1).tolist() for batch in itertools.islice(batches, count)]
 
 
+@pytest.mark.usefixtures("processes")
 @pytest.mark.parametrize("kind", LOADERS)
 @pytest.mark.parametrize("before", [1, 4, 6, 13])
 def test_the_batches_after_a_recovery_are_those_of_an_uninterrupted_run(

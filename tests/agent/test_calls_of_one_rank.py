@@ -114,7 +114,7 @@ def ranks() -> Any:
 
 
 @pytest.fixture
-def hasty(place: Home) -> Iterator[Daemon]:
+def hasty(processes: None, place: Home) -> Iterator[Daemon]:
     """A daemon that tells its ranks soon which ranks have not come to a step."""
     with running(place, forked=warn_soon) as started:
         yield started

@@ -147,6 +147,7 @@ def test_the_commands_read_chains(job: Path) -> None:
     assert ran("diff", job / tag(LAST), job / tag(LAST), "--json")["equal"]
 
 
+@pytest.mark.usefixtures("processes")
 def test_a_job_is_adopted_from_a_chain(
     job: Path, place: Home, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -159,6 +160,7 @@ def test_a_job_is_adopted_from_a_chain(
         agent.close()
 
 
+@pytest.mark.usefixtures("processes")
 def test_a_recovery_reads_a_chain_and_the_next_attempt_begins_whole(place: Home) -> None:
     chains.save_job(place)
     options = (*chains.OPTIONS, "--log-format", "json")
@@ -177,6 +179,7 @@ def test_a_recovery_reads_a_chain_and_the_next_attempt_begins_whole(place: Home)
     assert recovered["restored_bytes"] == manifest(place.root / "job", LAST).restored_bytes
 
 
+@pytest.mark.usefixtures("processes")
 @pytest.mark.parametrize("gone", [(3,), (1, 2, 3, 4, 5), (4, 5)])
 def test_a_chain_outlives_the_checkpoints_that_wrote_it(place: Home, gone: tuple[int, ...]) -> None:
     chains.save_job(place)
@@ -226,6 +229,7 @@ def refuse_copies() -> None:
     Bucket.copy = copy  # type: ignore[method-assign]
 
 
+@pytest.mark.usefixtures("processes")
 @pytest.mark.parametrize("copies", [True, False])
 def test_a_store_has_chains_if_it_can_copy(server: stores.Server, copies: bool) -> None:
     with stores.home_in(server) as place:
@@ -261,6 +265,7 @@ def recovered_as_rank(socket: Path) -> tuple[int, State]:
     return found.step, {**whole, "own": whole["own"].value}
 
 
+@pytest.mark.usefixtures("processes")
 def test_ranks_store_and_load_chains_of_their_own(place: Home) -> None:
     options = {"environment": chains.SMALL_CHUNKS}
     with running(place, *chains.OPTIONS, **options), Ranks(2) as ranks:  # type: ignore[arg-type]

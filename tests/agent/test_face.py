@@ -61,6 +61,7 @@ def test_the_names_for_type_checkers_are_those_of_the_module() -> None:
         assert getattr(ckptd, name) is getattr(sys.modules[module], name)
 
 
+@pytest.mark.usefixtures("processes")
 @pytest.mark.parametrize(
     "statement",
     [
@@ -75,11 +76,13 @@ def test_no_torch_is_imported_for_what_needs_none(statement: str) -> None:
     assert run(f"{statement}\n{loaded}") == "[]"
 
 
+@pytest.mark.usefixtures("processes")
 def test_the_first_use_of_a_name_imports_the_agent() -> None:
     use = "import sys, ckptd; ckptd.per_rank"
     assert run(f"{use}; print('torch' in sys.modules, 'per_rank' in vars(ckptd))") == "True True"
 
 
+@pytest.mark.usefixtures("processes")
 def test_without_torch_a_name_of_the_agent_says_what_to_do() -> None:
     without = "import sys; sys.modules['torch'] = None; import ckptd"
     assert run(f"{without}; print(ckptd.LatestN(3))") == "LatestN(n=3)"
@@ -90,6 +93,7 @@ def test_without_torch_a_name_of_the_agent_says_what_to_do() -> None:
         )
 
 
+@pytest.mark.usefixtures("processes")
 def test_an_unknown_name_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="^module 'ckptd' has no attribute 'snapshots'$"):
         _ = ckptd.snapshots  # type: ignore[attr-defined]
@@ -101,10 +105,12 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
 # -- one name for each class
 
 
+@pytest.mark.usefixtures("processes")
 def test_the_face_cannot_be_imported_under_a_second_name() -> None:
     assert run("import ckptd.agent.face") == "ImportError: import ckptd instead of ckptd.agent.face"
 
 
+@pytest.mark.usefixtures("processes")
 def test_no_file_and_no_class_is_loaded_twice() -> None:
     """Imports every module in one process, and looks for files that were loaded under two
     names and for classes of one name that differ.

@@ -19,6 +19,8 @@ from ckptd.shared.formats.manifest import Manifest
 from tests.support.daemons import Home, running
 from tests.support.ranks import HERE, Ranks
 
+pytestmark = pytest.mark.usefixtures("processes")
+
 INF, NAN = float("inf"), float("nan")
 WIDE = 600
 

@@ -33,6 +33,7 @@ MANIFEST: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.usefixtures("processes")
 @pytest.mark.parametrize("kind", NEWER)
 def test_recover_does_not_fall_back_behind_a_newer_format(place: Home, kind: str) -> None:
     forge(place.root, (8,), WHOLE, step=1)
@@ -61,6 +62,7 @@ OF_A_NEWER_TORCH = (
 )
 
 
+@pytest.mark.usefixtures("processes")
 def test_recover_does_not_go_back_because_of_a_dtype(place: Home) -> None:
     forge(place.root, (8,), WHOLE, step=1)
     forge(place.root, (8,), WHOLE, step=2, dtype="novel32/4")

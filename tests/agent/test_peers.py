@@ -24,6 +24,8 @@ from tests.support.daemons import until
 from tests.support.nodes import Node, Nodes, nodes
 from tests.support.ranks import HERE, Ranks
 
+pytestmark = pytest.mark.usefixtures("processes")
+
 JOB = "gpt"
 REPLICAS = {"CKPTD_REPLICAS": "1"}
 Sockets = list[Path]

@@ -19,7 +19,7 @@ NEWEST = "step-00000002.a0001"
 
 
 @pytest.fixture
-def saved(place: Home) -> Path:
+def saved(processes: None, place: Home) -> Path:
     """Return the directory of a job with two steps on storage and none in memory, which
     every user may read.
     """

@@ -276,6 +276,7 @@ def test_random_generators_come_back_on_as_many_ranks_and_are_left_alone_otherwi
             assert ranks.call(draw) == untouched
 
 
+@pytest.mark.usefixtures("processes")
 @pytest.mark.parametrize("kind", ["ddp", "fsdp2", "hsdp", "tp"])
 def test_replicated_tensors_are_written_once_in_equal_shares(kind: str) -> None:
     with saved(kind, 4, "memory") as kept:

@@ -626,6 +626,7 @@ def test_ranks_that_ask_about_some_steps_only_agree(clock: Clock) -> None:
     assert sum(due) > 8
 
 
+@pytest.mark.usefixtures("processes")
 def test_a_new_agent_of_the_process_restarts_the_schedule(
     place: Home, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -34,6 +34,8 @@ from tests.support.daemons import until, warn_soon
 from tests.support.nodes import Nodes, beat_fast, nodes
 from tests.support.ranks import HERE, Ranks
 
+pytestmark = pytest.mark.usefixtures("processes")
+
 JOB = "gpt"
 Sockets = list[Path]
 

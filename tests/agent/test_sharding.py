@@ -38,6 +38,8 @@ from tests.support.sharded import (
     whole,
 )
 
+pytestmark = pytest.mark.usefixtures("processes")
+
 
 @pytest.fixture(
     scope="module",

@@ -143,6 +143,7 @@ def test_a_snapshot_that_has_failed_at_once_is_not_counted(training: Training) -
     assert (pending.lost_seconds, training.times.last, training.times.cost) == (None, None, None)
 
 
+@pytest.mark.usefixtures("processes")
 def test_a_wrong_step_does_not_disturb_later_snapshots(place: Home) -> None:
     parameter = torch.zeros(1, requires_grad=True)
     optimizer = torch.optim.SGD([parameter])
@@ -206,6 +207,7 @@ def test_only_one_optimizer_is_counted(training: Training) -> None:
     assert training.times.usual == 2.0, "the first one is gone, so the next one is counted"
 
 
+@pytest.mark.usefixtures("processes")
 def test_an_agent_measures_real_steps(place: Home) -> None:
     model = torch.nn.Linear(100, 100)
     optimizer = torch.optim.AdamW(model.parameters())

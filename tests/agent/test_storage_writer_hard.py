@@ -119,6 +119,7 @@ dcp.async_save({"a": torch.arange(5_000_000)}, storage_writer=StorageWriter(sys.
 """
 
 
+@pytest.mark.usefixtures("processes")
 def test_an_async_save_that_is_the_last_statement_is_finished(spot: Place) -> None:
     variables = {
         **os.environ,
@@ -164,6 +165,7 @@ def test_a_checkpoint_deleted_or_overwritten_while_it_is_opened_is_not_called_da
 # -- locks of a process that may only read
 
 
+@pytest.mark.usefixtures("processes")
 @pytest.mark.parametrize("kind", KINDS)
 def test_locks_of_another_user_delay_only_the_sweep(kind: str) -> None:
     """The locks are on directory, manifest and part.
@@ -188,6 +190,7 @@ def test_locks_of_another_user_delay_only_the_sweep(kind: str) -> None:
         assert len(list(where.iterdir())) == 3
 
 
+@pytest.mark.usefixtures("processes")
 def test_a_reader_without_the_lock_on_the_directory_keeps_its_parts() -> None:
     """The other process has ended when the checkpoint is overwritten, so that only the
     lock on the part is left.
@@ -205,6 +208,7 @@ def test_a_reader_without_the_lock_on_the_directory_keeps_its_parts() -> None:
         assert len(list(where.iterdir())) == 3
 
 
+@pytest.mark.usefixtures("processes")
 def test_a_save_without_the_lock_on_the_directory_is_not_swept() -> None:
     with open_place() as place:
         where = place / "latest"
@@ -445,6 +449,7 @@ class ScratchLoad(DefaultLoadPlanner):
         super().resolve_tensor(read_item).copy_(tensor)
 
 
+@pytest.mark.usefixtures("processes")
 def test_planners_may_reuse_their_memory(spot: Place) -> None:
     numbers = {name: torch.full((4,), float(n)) for n, name in enumerate("abc")}
     dcp.save(numbers, storage_writer=spot.writer("scratch"), planner=Scratch())
@@ -474,6 +479,7 @@ class TensorData(DefaultSavePlanner):
         )
 
 
+@pytest.mark.usefixtures("processes")
 @pytest.mark.parametrize(
     ("planner", "reason"),
     [
@@ -502,6 +508,7 @@ class ToBytes(DefaultSavePlanner):
         return super().resolve_data(write_item).to(torch.int8)  # type: ignore[union-attr]
 
 
+@pytest.mark.usefixtures("processes")
 def test_a_parameter_that_is_cast_to_integers_can_be_read(spot: Place) -> None:
     dcp.save(
         {"a": torch.nn.Parameter(torch.ones(4))},
@@ -518,6 +525,7 @@ def test_a_wrapper_without_memory_of_its_own_is_filled(tmp_path: Path) -> None:
     assert torch.equal(target.a, torch.arange(4.0))
 
 
+@pytest.mark.usefixtures("processes")
 def test_very_many_values_are_saved_and_loaded(spot: Place) -> None:
     values = {f"key-{n}": n for n in range(2000)}
     dcp.save(values, storage_writer=spot.writer("many"))

@@ -32,6 +32,8 @@ from ckptd.agent.dcp.targets import leave_all
 from tests.support.ranks import HERE, RankFailed, Ranks
 from tests.support.sharded import build, differing, together, train, whole
 
+pytestmark = pytest.mark.usefixtures("processes")
+
 Base = tuple[Path, Path | None]
 """Where saves go, and the daemon's socket."""
 

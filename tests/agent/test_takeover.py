@@ -156,7 +156,7 @@ def test_one_process_may_have_several_agents_and_go_back(daemon: Daemon, impatie
 
 
 @pytest.fixture
-def two() -> Iterator[Nodes]:
+def two(processes: None) -> Iterator[Nodes]:
     made = Nodes(2)
     try:
         for node in made:

@@ -60,6 +60,7 @@ def test_versions_that_are_too_old(version: str) -> None:
     )
 
 
+@pytest.mark.usefixtures("processes")
 @pytest.mark.parametrize(
     "statement", ["import ckptd.agent", "from ckptd.agent.read.checkpoint import Checkpoint"]
 )
@@ -72,6 +73,7 @@ def test_an_import_under_an_old_torch_says_what_to_do(tmp_path: Path, statement:
     )
 
 
+@pytest.mark.usefixtures("processes")
 def test_an_import_without_torch_says_what_to_do() -> None:
     assert last_line("import sys; sys.modules['torch'] = None; import ckptd.agent") == (
         "ckptd.shared.errors.UnsupportedTorch: ckptd.agent needs torch 2.8 or newer, and there is "
@@ -79,6 +81,7 @@ def test_an_import_without_torch_says_what_to_do() -> None:
     )
 
 
+@pytest.mark.usefixtures("processes")
 def test_an_import_that_fails_inside_torch_is_not_taken_for_a_missing_torch(tmp_path: Path) -> None:
     (tmp_path / "torch.py").write_text("import a_library_of_torch")
     assert (
@@ -87,6 +90,7 @@ def test_an_import_that_fails_inside_torch_is_not_taken_for_a_missing_torch(tmp_
     )
 
 
+@pytest.mark.usefixtures("processes")
 def test_numpy_is_not_needed_until_a_state_holds_arrays() -> None:
     code = "import sys; sys.modules['numpy'] = None; import ckptd.agent; print('imported')"
     assert last_line(code, PYTHONWARNINGS="ignore") == "imported"

@@ -16,6 +16,8 @@ from ckptd.shared.formats.manifest import Manifest
 from tests.support.daemons import Home, running
 from tests.support.ranks import HERE, Ranks
 
+pytestmark = pytest.mark.usefixtures("processes")
+
 State = dict[str, torch.Tensor]
 
 

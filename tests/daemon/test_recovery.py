@@ -594,6 +594,7 @@ async def test_a_root_of_many_jobs_is_scanned(root: Root) -> None:
     assert [parts.catalog.job(job).newest_checkpoint().tag for job in "abc"] == [TAG] * 3  # type: ignore[union-attr]
 
 
+@pytest.mark.usefixtures("processes")
 def test_a_commit_from_durable_parts_tells_their_chains(place: Home) -> None:
     """The daemon that wrote the parts may have died before it could commit them."""
     chains.save_job(place)

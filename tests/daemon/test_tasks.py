@@ -94,6 +94,7 @@ def test_the_reporter_of_a_task_replaces_that_of_the_daemon() -> None:
     assert len(ours) == 1
 
 
+@pytest.mark.usefixtures("processes")
 @pytest.mark.parametrize("name", ["watch", "serve", "run"])
 def test_a_failed_task_ends_the_daemon_and_the_next_one_continues(
     place: Home, monkeypatch: pytest.MonkeyPatch, name: str

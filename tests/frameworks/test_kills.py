@@ -5,6 +5,8 @@ from __future__ import annotations
 import random
 from pathlib import Path
 
+import pytest
+
 from tests.frameworks.kills import EXAMPLES, Example, compare
 
 WHOLE = ["0 0x1.0p+0", "1 0x1.8p+0", "2 0x1.cp+0", "hash ab"]
@@ -31,6 +33,7 @@ def test_another_loss_and_a_missing_step_are_named() -> None:
     ]
 
 
+@pytest.mark.usefixtures("processes")
 def test_a_run_that_is_not_exact_is_found(tmp_path: Path) -> None:
     script = tmp_path / "forgetful.py"
     script.write_text(FORGETFUL)
@@ -38,6 +41,7 @@ def test_a_run_that_is_not_exact_is_found(tmp_path: Path) -> None:
     assert len([one for one in found.problems if " instead of " in one]) > 2
 
 
+@pytest.mark.usefixtures("processes")
 def test_a_run_that_begins_again_at_its_first_step_is_found(tmp_path: Path) -> None:
     """Each life has the losses of the uninterrupted run."""
     code = FORGETFUL.replace("os.getpid() * 1e-9", "0.5").replace("range(8)", "range(40)")
@@ -49,6 +53,7 @@ def test_a_run_that_begins_again_at_its_first_step_is_found(tmp_path: Path) -> N
     assert all(problem.endswith("began at the first one") for problem in found.problems)
 
 
+@pytest.mark.usefixtures("processes")
 def test_the_plain_example_is_exact_after_a_kill() -> None:
     found = Example(EXAMPLES / "plain.py", 30, random.Random(2)).run(2)
     assert (found.problems, found.steps, found.kills) == ([], 30, 2)

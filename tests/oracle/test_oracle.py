@@ -407,6 +407,7 @@ def test_a_pair_that_fails_is_made_small() -> None:
     assert (small.before.optimizers, small.before.extras) == ((), ())
 
 
+@pytest.mark.usefixtures("processes")
 def test_recoveries_from_storage_and_in_fresh_processes_agree() -> None:
     """The worker checks where the snapshot came from, so that a recovery from elsewhere
     would differ.
@@ -421,6 +422,7 @@ def test_recoveries_from_storage_and_in_fresh_processes_agree() -> None:
     assert found == [Verdict(judge.AGREED)] * 4
 
 
+@pytest.mark.usefixtures("processes")
 def test_a_process_that_dies_is_told_and_replaced() -> None:
     child = Child("forkserver", serve, Path())
     try:
@@ -441,6 +443,7 @@ def test_the_grammar_makes_some_pairs_of_each_source() -> None:
     assert calls["storage", True]
 
 
+@pytest.mark.usefixtures("processes")
 def test_a_hundred_pairs_agree() -> None:
     """Each pair goes through the public API and a real daemon.
 
@@ -513,6 +516,7 @@ def _no_process(task: Task) -> End:
     raise AssertionError(f"{task} needs no fresh process")
 
 
+@pytest.mark.usefixtures("processes")
 def test_programs_on_two_ranks_agree() -> None:
     with judging_spread() as judged:
         found = list(results(spread.make, iter(range(12)), time.monotonic() + 20, judged))

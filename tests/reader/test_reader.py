@@ -28,7 +28,10 @@ from tests.vectors import deltas, refused, sound
 
 READER = Path(__file__).parent / "reader.js"
 
-pytestmark = pytest.mark.skipif(shutil.which("node") is None, reason="Node.js is not installed")
+pytestmark = [
+    pytest.mark.usefixtures("processes"),
+    pytest.mark.skipif(shutil.which("node") is None, reason="Node.js is not installed"),
+]
 
 
 def run(directory: Path) -> subprocess.CompletedProcess[str]:

@@ -78,6 +78,7 @@ def test_every_content(daemon: Daemon, name: str) -> None:
         assert found.verify() == expected.verify()
 
 
+@pytest.mark.usefixtures("processes")
 @pytest.mark.parametrize("kind", ["fsdp2", "2d", "pipeline"])
 def test_shards_of_four_ranks(kind: str) -> None:
     with sharded.saved(kind, 4, "storage") as four:

@@ -308,6 +308,7 @@ main(["diff", sys.argv[1] + "/0", sys.argv[1] + "/1", "--json"])
 """
 
 
+@pytest.mark.usefixtures("processes")
 def test_neither_torch_nor_ml_dtypes_is_needed(served: Daemon) -> None:
     ones = torch.ones(5)
     a = {"b": ones.bfloat16(), "f": ones.to(torch.float8_e5m2)}

@@ -6,8 +6,13 @@ from __future__ import annotations
 
 import multiprocessing as mp
 import multiprocessing.context
+from collections.abc import Callable
 
 _context: multiprocessing.context.ForkServerContext | None = None
+before_start: list[Callable[[], None]] = []
+"""Functions that are called before processes are forked. They raise if the present test
+must start none.
+"""
 
 
 def context(*frameworks: str) -> multiprocessing.context.ForkServerContext:
@@ -17,6 +22,8 @@ def context(*frameworks: str) -> multiprocessing.context.ForkServerContext:
     already.
     """
     global _context
+    for check in before_start:
+        check()
     if _context is None:
         _context = mp.get_context("forkserver")
         slow = ["tests.support.trainers", "tests.support.daemons", "hypothesis.stateful"]

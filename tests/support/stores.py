@@ -25,6 +25,7 @@ import pytest
 
 from ckptd.shared import names
 from ckptd.shared.location import Url
+from tests.support import tiers
 from tests.support.daemons import Home, home
 
 KEY, SECRET, REGION = "AKTEST", "SKTEST", "us-east-1"
@@ -289,6 +290,7 @@ class Servers:
             start, needs = KINDS[kind]
             if program(needs) is None:
                 pytest.skip(f"{needs} is not installed")
-            self._running[kind] = self._held.enter_context(start(self._place / kind))
+            with tiers.shared():
+                self._running[kind] = self._held.enter_context(start(self._place / kind))
             make_bucket(self._running[kind], "bucket")
         return self._running[kind]

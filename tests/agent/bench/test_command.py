@@ -19,6 +19,7 @@ from ckptd.daemon.commands.cli import main
 WAYS = ["ckptd", "torch.save", "dcp.save", "dcp.async_save", "limit: plain copy"]
 
 
+@pytest.mark.usefixtures("processes")
 def test_the_report_has_every_way_and_nothing_is_left(tmp_path: Path) -> None:
     command = [
         sys.executable,
@@ -94,6 +95,7 @@ def test_the_table() -> None:
 # -- the command line, which does not import this package
 
 
+@pytest.mark.usefixtures("processes")
 def test_the_help_of_the_command_line_names_the_verb_and_loads_no_torch() -> None:
     code = (
         "import sys\nfrom ckptd.daemon.commands.cli import main\nmain(['--help'], "
@@ -112,6 +114,7 @@ def test_the_verb_has_its_own_help() -> None:
     assert "--megabytes" in found.output
 
 
+@pytest.mark.usefixtures("processes")
 def test_the_verb_without_torch_says_how_to_install_it() -> None:
     code = (
         "import sys\nsys.modules['torch'] = None\nfrom ckptd.daemon.commands.cli import "

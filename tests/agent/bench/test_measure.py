@@ -32,6 +32,7 @@ def test_a_file_system_without_direct_writes_has_no_such_limit(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.usefixtures("processes")
 def test_an_error_leaves_no_daemon_and_no_memory(tmp_path: Path) -> None:
     code = """
 import sys

@@ -30,6 +30,7 @@ def run(checkpoint: Path, *options: str) -> Result:
     return CliRunner().invoke(export, [str(checkpoint), *options])
 
 
+@pytest.mark.usefixtures("processes")
 def test_the_verb_is_found_by_the_command_line(tmp_path: Path, checkpoint: Path) -> None:
     command = [
         sys.executable,
@@ -169,6 +170,7 @@ def test_long_lists_are_cut() -> None:
     ]
 
 
+@pytest.mark.usefixtures("processes")
 def test_an_import_by_the_command_line(tmp_path: Path) -> None:
     torch.save(STATE, tmp_path / "source")
     command = [

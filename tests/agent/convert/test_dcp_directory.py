@@ -65,6 +65,7 @@ def test_bytes_that_went_through_a_codec_of_dcp(tmp_path: Path) -> None:
     assert_same(read(tmp_path / "dcp"), STATES["nested"])
 
 
+@pytest.mark.usefixtures("processes")
 @pytest.mark.parametrize("kind", ["fsdp2", "2d"])
 def test_shards_of_four_ranks_are_put_together(tmp_path: Path, kind: str) -> None:
     with Ranks(4) as ranks:

@@ -167,6 +167,7 @@ def test_stock_dcp_loads_into_a_template(tmp_path: Path, saved: Any) -> None:
     assert_same(state, {"model": {"net": {"w": torch.ones(2)}, "epoch": 3}})
 
 
+@pytest.mark.usefixtures("processes")
 def test_a_checkpoint_of_four_ranks(tmp_path: Path) -> None:
     with sharded.saved("fsdp2", 4, "storage") as four:
         path = next((four.place.root).glob("job*"))
@@ -621,6 +622,7 @@ print(load_file(f"{place}/safetensors")["model.net.w"].tolist(), load_file(f"{pl
 """  # noqa: E501
 
 
+@pytest.mark.usefixtures("processes")
 def test_every_format_is_read_in_an_environment_without_ckptd(tmp_path: Path, saved: Any) -> None:
     """The environment has the packages of this one, except those that a .pth file adds,
     as an editable install does.
@@ -660,6 +662,7 @@ def killed_in_the_second_file(source: Path, to: str, out: Path) -> None:
     export(source, to, out, only="model", max_shard_size=2 << 20, progress=progress)
 
 
+@pytest.mark.usefixtures("processes")
 @pytest.mark.parametrize("to", ["dcp", "hf"])
 def test_a_killed_export_is_continued(
     tmp_path: Path, to: str, monkeypatch: pytest.MonkeyPatch

@@ -510,6 +510,7 @@ def slow(source: Path, out: Path) -> None:
     import_checkpoint(source, out, codec="raw", progress=lambda length: time.sleep(60))
 
 
+@pytest.mark.usefixtures("processes")
 def test_a_killed_import_leaves_no_checkpoint(tmp_path: Path) -> None:
     torch.save(
         {f"w{number}": random(torch.uint8, 1 << 20, seed=number) for number in range(4)},

@@ -266,6 +266,7 @@ def load_on_rank_from_meta(path: Path) -> list[str]:
     return missing
 
 
+@pytest.mark.usefixtures("processes")
 @pytest.mark.parametrize("kind", ["fsdp2", "2d", "tp"])
 def test_onto_a_mesh(tmp_path: Path, kind: str) -> None:
     torch.manual_seed(7)
@@ -297,6 +298,7 @@ def load_flattened(path: Path) -> str:
     return ""
 
 
+@pytest.mark.usefixtures("processes")
 def test_a_model_that_fsdp1_has_flattened_is_refused(tmp_path: Path) -> None:
     with Ranks(2) as ranks:
         ranks.call(sharded.build, "fsdp1", 1)

@@ -80,6 +80,7 @@ def test_a_source_that_is_its_own_target_is_only_read(
     assert compiled([address], [address], [len(data)], [len(data)], 2, 0) == [crc32c(data)]
 
 
+@pytest.mark.usefixtures("processes")
 def test_a_second_import_computes_the_same_checksums(compiled: Callable[..., list[int]]) -> None:
     code = (
         "import sys, ckptd.agent.copy._checked_copy as first; del sys.modules[first.__name__]; "

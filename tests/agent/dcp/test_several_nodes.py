@@ -27,6 +27,8 @@ from tests.support.daemons import until
 from tests.support.nodes import Node, Nodes, become
 from tests.support.ranks import HERE, Ranks
 
+pytestmark = pytest.mark.usefixtures("processes")
+
 __all__ = ["two"]  # a fixture
 
 

@@ -142,6 +142,7 @@ def refused(function: Any, *arguments: Any, **options: Any) -> str:
     return str(caught.value).strip().splitlines()[-1].removeprefix("ckptd.shared.errors.")
 
 
+@pytest.mark.usefixtures("processes")
 def test_a_saved_state_is_loaded(spot: Place) -> None:
     dcp.save(state(1), storage_writer=spot.writer("first"))
     loaded = blank()
@@ -149,6 +150,7 @@ def test_a_saved_state_is_loaded(spot: Place) -> None:
     assert same(loaded, state(1))
 
 
+@pytest.mark.usefixtures("processes")
 def test_checkpoint_id_replaces_the_path(spot: Place) -> None:
     writer = StorageWriter(socket=spot.daemon.home.socket if spot.daemon else None)
     for seed in (1, 2):
@@ -160,6 +162,7 @@ def test_checkpoint_id_replaces_the_path(spot: Place) -> None:
         assert same(loaded, state(seed))
 
 
+@pytest.mark.usefixtures("processes")
 def test_async_save_has_the_values_of_its_call(spot: Place) -> None:
     changing = state(1)
     future = dcp.async_save(changing, storage_writer=spot.writer("later"))
@@ -171,6 +174,7 @@ def test_async_save_has_the_values_of_its_call(spot: Place) -> None:
     assert same(loaded, state(1))
 
 
+@pytest.mark.usefixtures("processes")
 def test_saves_of_one_writer_may_overlap(spot: Place) -> None:
     writer = spot.writer("unused")
     futures = [
@@ -226,6 +230,7 @@ def test_at_another_depth_under_a_root_the_process_writes_itself(daemon: Daemon,
     assert daemon.status()["jobs"] == []
 
 
+@pytest.mark.usefixtures("processes")
 def test_a_save_can_be_read_without_dcp(spot: Place) -> None:
     dcp.save(state(3), storage_writer=spot.writer("read"))
     with Checkpoint.open(spot.path("read")) as checkpoint:
@@ -310,6 +315,7 @@ def test_an_agent_of_this_process_is_used(daemon: Daemon) -> None:
 # -- saving again
 
 
+@pytest.mark.usefixtures("processes")
 def test_a_name_that_is_taken_is_refused(spot: Place) -> None:
     dcp.save(state(1), storage_writer=spot.writer("taken"))
     before = spot.files()
@@ -320,6 +326,7 @@ def test_a_name_that_is_taken_is_refused(spot: Place) -> None:
     assert same(Checkpoint.open(spot.path("taken")).load(), state(1))
 
 
+@pytest.mark.usefixtures("processes")
 def test_overwrite_replaces_the_checkpoint(spot: Place) -> None:
     for seed in (1, 2, 3):
         dcp.save(state(seed), storage_writer=spot.writer("latest", overwrite=True))
@@ -442,6 +449,7 @@ def hugging_face(path: Path) -> None:
     (path / "model.safetensors").write_bytes(b"weights")
 
 
+@pytest.mark.usefixtures("processes")
 @pytest.mark.parametrize(
     ("make", "said"),
     [
@@ -627,6 +635,7 @@ class Reading(DefaultLoadPlanner):
         super().load_bytes(read_item, value)
 
 
+@pytest.mark.usefixtures("processes")
 def test_a_planner_may_rename_keys(spot: Place) -> None:
     dcp.save(
         {"a": torch.arange(4), "b": 2}, storage_writer=spot.writer("renamed"), planner=Renamed()
@@ -636,6 +645,7 @@ def test_a_planner_may_rename_keys(spot: Place) -> None:
     )
 
 
+@pytest.mark.usefixtures("processes")
 @pytest.mark.parametrize("planner", [Halved, HalvedUnawares])
 def test_a_planner_may_cast_tensors(spot: Place, planner: type[DefaultSavePlanner]) -> None:
     values = torch.randn(5000)
@@ -647,6 +657,7 @@ def test_a_planner_may_cast_tensors(spot: Place, planner: type[DefaultSavePlanne
     assert same(loaded, {"a": values.half().float(), "b": 2})
 
 
+@pytest.mark.usefixtures("processes")
 def test_planner_data_comes_back(spot: Place) -> None:
     dcp.save({"a": torch.arange(4)}, storage_writer=spot.writer("extra"), planner=Extra())
     planner = Reading()
@@ -656,6 +667,7 @@ def test_planner_data_comes_back(spot: Place) -> None:
     assert planner.planner_data == {"a": ("a",), "my-note": {"seen": (1, 2)}}
 
 
+@pytest.mark.usefixtures("processes")
 def test_storage_meta_names_save_and_load(spot: Place) -> None:
     writer, reader = spot.writer("meta"), StorageReader(spot.path("meta"))
     metadata = dcp.save({"a": torch.arange(4)}, storage_writer=writer)
@@ -671,6 +683,7 @@ def test_storage_meta_names_save_and_load(spot: Place) -> None:
     reader.close()
 
 
+@pytest.mark.usefixtures("processes")
 def test_a_load_planner_may_make_its_own_tensors(spot: Place) -> None:
     dcp.save({"a": torch.arange(4.0), "b": 2}, storage_writer=spot.writer("own"))
     planner, loaded = Reading(), {"a": torch.zeros(4), "b": 0}
@@ -679,6 +692,7 @@ def test_a_load_planner_may_make_its_own_tensors(spot: Place) -> None:
     assert planner.calls == ["finish_plan", "resolve a", "commit a", "bytes b"]
 
 
+@pytest.mark.usefixtures("processes")
 def test_plans_that_are_cached(spot: Place) -> None:
     """DCP then gives the writer the plan of the first save."""
     writer = spot.writer("unused")
@@ -778,6 +792,7 @@ class Failing(DefaultSavePlanner):
         raise KeyError("lost")
 
 
+@pytest.mark.usefixtures("processes")
 @pytest.mark.parametrize(
     ("planner", "reason"),
     [
@@ -892,6 +907,7 @@ class Hostile:
 MARK = Path("unset")
 
 
+@pytest.mark.usefixtures("processes")
 def test_a_buffer_of_bytes_is_data_and_no_code(spot: Place) -> None:
     """The train state of DCP's own example holds a BytesIO."""
     written = io.BytesIO(b"\x00position 7")
@@ -905,6 +921,7 @@ def test_a_buffer_of_bytes_is_data_and_no_code(spot: Place) -> None:
     assert (tree["b"].getvalue(), tree["b"].tell()) == (b"\x00position 7", 3)
 
 
+@pytest.mark.usefixtures("processes")
 def test_values_that_need_pickled_code_are_refused(
     spot: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -1002,6 +1019,7 @@ def test_a_checkpoint_of_a_newer_format_is_refused(
     assert sentence in not_loaded(caplog, {"a": torch.zeros(1)}, StorageReader(tmp_path))
 
 
+@pytest.mark.usefixtures("processes")
 def test_a_damaged_checkpoint_is_refused(spot: Place) -> None:
     dcp.save(state(1), storage_writer=spot.writer("damaged"))
     (part,) = spot.base.glob("*/rank-*.ckpt")
@@ -1013,6 +1031,7 @@ def test_a_damaged_checkpoint_is_refused(spot: Place) -> None:
     ).startswith("IntegrityError: ")
 
 
+@pytest.mark.usefixtures("processes")
 @pytest.mark.parametrize(
     ("state", "reason"),
     [
@@ -1034,6 +1053,7 @@ def test_a_value_that_cannot_be_saved_is_named(
     assert spot.files() == {}
 
 
+@pytest.mark.usefixtures("processes")
 def test_keys_and_shapes_that_do_not_fit_are_refused(spot: Place) -> None:
     dcp.save({"a": torch.zeros(4)}, storage_writer=spot.writer("it"))
     assert "Missing key in checkpoint state_dict: b" in refused(

@@ -83,6 +83,7 @@ def test_a_checkpoint_is_replaced_and_its_parts_are_deleted(place: str) -> None:
         assert checkpoint.tensor("w").tolist() == [1.0] * 5
 
 
+@pytest.mark.usefixtures("processes")
 def test_a_background_save_is_finished_although_the_script_ends(place: str, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(

@@ -88,6 +88,7 @@ def test_without_a_place_for_locks_nobody_waits(monkeypatch: pytest.MonkeyPatch)
     assert not take_turn("/ckpts", "gpt", 0.0).held
 
 
+@pytest.mark.usefixtures("processes")
 def test_a_forked_child_neither_has_nor_ends_the_turn_of_its_parent(directory: Path) -> None:
     turn = take_turn("/ckpts", "gpt", 0.0)
     context: Any = mp.get_context("fork")

@@ -38,6 +38,8 @@ from tests.support.forks import context
 from tests.support.ranks import HERE, Ranks
 from tests.support.sharded import Net, agent, build, train
 
+pytestmark = pytest.mark.usefixtures("processes")
+
 SIZE = 40_000
 
 

@@ -31,6 +31,7 @@ def test_the_newest_state_is_in_memory_and_then_on_storage(daemon: Daemon) -> No
     assert newest("other", socket=socket) is None
 
 
+@pytest.mark.usefixtures("processes")
 def test_what_a_killed_trainer_has_left_in_memory_is_found_by_the_next_daemon(
     place: Home,
 ) -> None:

@@ -229,6 +229,7 @@ def test_a_process_that_ends_without_close_and_has_saved_nothing_leaves_a_line(
     ) == told
 
 
+@pytest.mark.usefixtures("processes")
 def test_a_missing_setting_is_raised_by_the_first_snapshot(
     place: Home, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -82,6 +82,7 @@ def begins(number: int) -> None:
     torch.manual_seed(number)
 
 
+@pytest.mark.usefixtures("processes")
 @pytest.mark.parametrize(
     ("called", "drawn"),
     [
@@ -100,6 +101,7 @@ def test_draws_of_workers_are_noted(called: Callable[[int], object], drawn: bool
     assert watch.drawn is drawn
 
 
+@pytest.mark.usefixtures("processes")
 def test_a_draw_is_known_with_its_batch() -> None:
     loader = DataLoader(Squares(rarely), batch_size=1, num_workers=1, prefetch_factor=1)
     watch = WorkerWatch(loader)
@@ -110,6 +112,7 @@ def test_a_draw_is_known_with_its_batch() -> None:
     assert known[9:] == [True] * 3
 
 
+@pytest.mark.usefixtures("processes")
 def test_workers_that_are_spawned_are_watched() -> None:
     loader = DataLoader(
         Squares(rarely), batch_size=6, num_workers=1, multiprocessing_context="spawn"
@@ -119,6 +122,7 @@ def test_workers_that_are_spawned_are_watched() -> None:
     assert watch.drawn
 
 
+@pytest.mark.usefixtures("processes")
 def test_workers_that_exist_already_may_have_drawn() -> None:
     loader = DataLoader(Squares(abs), num_workers=1, persistent_workers=True)
     next(iter(loader))

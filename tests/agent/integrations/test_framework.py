@@ -105,6 +105,7 @@ def test_neither_both_nor_an_invalid_schedule_is_accepted(
         schedule_of(schedule, every_steps)
 
 
+@pytest.mark.usefixtures("processes")
 def test_the_package_has_one_name() -> None:
     code = "import ckptd.agent.integrations.framework"
     done = subprocess.run(

@@ -134,6 +134,7 @@ def test_a_finished_run_has_nothing_left_to_do(tmp_path: Path) -> None:
     assert len((tmp_path / "a" / "losses").read_text().splitlines()) == 47  # two lines of ends
 
 
+@pytest.mark.usefixtures("processes")
 def test_the_example_is_exact(tmp_path: Path) -> None:
     def start(home: Path) -> subprocess.Popen[str]:
         home.mkdir(exist_ok=True)

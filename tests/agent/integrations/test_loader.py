@@ -102,6 +102,7 @@ def set_epoch(loader: Any, epoch: int) -> None:
         loader.set_epoch(epoch)
 
 
+@pytest.mark.usefixtures("processes")
 @pytest.mark.filterwarnings("ignore")  # that the machine has fewer processors than workers
 @pytest.mark.parametrize(
     ("kind", "epoch", "again"),
@@ -151,6 +152,7 @@ def test_the_batches_after_a_position_are_the_same_again(
         assert other.dataset.loaded.value == 20 - 3 * (before - min(again, before))
 
 
+@pytest.mark.usefixtures("processes")
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("kind", ["plain", "accelerate", "quiet workers", "own"])
 def test_a_position_of_a_resumed_pass_is_found_again(kind: str) -> None:

@@ -102,6 +102,7 @@ def test_a_killed_training_ends_as_an_uninterrupted_one(
     assert outcomes[0] == outcomes[1]
 
 
+@pytest.mark.usefixtures("processes")
 def test_the_example_gives_the_same_losses_when_it_is_killed(tmp_path: Path) -> None:
     whole, killed = tmp_path / "whole", tmp_path / "killed"
 

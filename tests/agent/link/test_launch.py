@@ -61,6 +61,7 @@ def until_gone(pid: int) -> None:
         time.sleep(0.02)
 
 
+@pytest.mark.usefixtures("processes")
 def test_snapshot_and_recover_need_only_a_root(private: Home) -> None:
     state = {"w": torch.ones(10), "n": 1}
     assert recover(state) is None
@@ -83,6 +84,7 @@ def test_snapshot_and_recover_need_only_a_root(private: Home) -> None:
     assert recovered.source == "storage"
 
 
+@pytest.mark.usefixtures("processes")
 def test_settings_that_a_running_private_daemon_does_not_have_are_named(
     private: Home, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -98,6 +100,7 @@ def test_settings_that_a_running_private_daemon_does_not_have_are_named(
     agent.close()
 
 
+@pytest.mark.usefixtures("processes")
 def test_a_private_daemon_outlives_its_trainer_and_is_restarted_when_killed(
     private: Home, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -128,6 +131,7 @@ def test_a_private_daemon_outlives_its_trainer_and_is_restarted_when_killed(
     agent.close()
 
 
+@pytest.mark.usefixtures("processes")
 def test_a_job_that_was_called_default_is_not_started_under_another_name(
     private: Home, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -152,6 +156,7 @@ def test_a_job_that_was_called_default_is_not_started_under_another_name(
     close()
 
 
+@pytest.mark.usefixtures("processes")
 def test_two_agents_share_one_private_daemon(private: Home) -> None:
     one, two = Agent("one"), Agent("two")
     assert (
@@ -162,6 +167,7 @@ def test_two_agents_share_one_private_daemon(private: Home) -> None:
         agent.close()
 
 
+@pytest.mark.usefixtures("processes")
 def test_a_root_that_cannot_be_used_is_an_error(
     private: Home, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -175,6 +181,7 @@ def test_a_root_that_cannot_be_used_is_an_error(
     assert pending.state == "failed"
 
 
+@pytest.mark.usefixtures("processes")
 def test_an_invalid_setting_of_the_private_daemon_is_quoted(
     private: Home, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -227,6 +234,7 @@ def plain(private: Home, monkeypatch: pytest.MonkeyPatch) -> Path:
     return private.path / "plain"
 
 
+@pytest.mark.usefixtures("processes")
 @pytest.mark.parametrize("kind", ["directory", "link", "FIFO"])
 def test_a_taken_name_of_the_socket_directory_does_not_block_the_daemon(
     private: Home, plain: Path, kind: str
@@ -247,6 +255,7 @@ def test_a_taken_name_of_the_socket_directory_does_not_block_the_daemon(
     assert kind == "FIFO" or list(plain.iterdir()) == []
 
 
+@pytest.mark.usefixtures("processes")
 def test_a_runtime_directory_of_another_user_does_not_block_the_daemon(
     private: Home, plain: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -260,6 +269,7 @@ def test_a_runtime_directory_of_another_user_does_not_block_the_daemon(
     assert plain.is_dir()
 
 
+@pytest.mark.usefixtures("processes")
 def test_a_private_daemon_is_found_where_another_environment_has_put_it(
     private: Home, plain: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -318,6 +328,7 @@ def test_a_named_daemon_of_another_user_is_refused(private: Home) -> None:
     assert b"".join(heard) == b""
 
 
+@pytest.mark.usefixtures("processes")
 @pytest.mark.parametrize("with_root", [True, False])
 def test_a_daemon_of_another_user_at_a_default_path_is_not_used(
     private: Home,
@@ -711,6 +722,7 @@ def test_a_socket_directory_that_cannot_be_made_is_an_error(
         launch.start_private(bare)
 
 
+@pytest.mark.usefixtures("processes")
 def test_misspelled_variables_are_named_and_not_passed_to_a_private_daemon(
     private: Home, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

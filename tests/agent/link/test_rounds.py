@@ -185,6 +185,7 @@ def serve(pipe: Any) -> None:
     pipe.recv()
 
 
+@pytest.mark.usefixtures("processes")
 def test_a_store_that_is_stopped_blocks_no_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its client would wait as long as the store is stopped."""
     monkeypatch.setattr(rounds, "PATIENT_SECONDS", 1.0)

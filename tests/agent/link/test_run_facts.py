@@ -32,6 +32,7 @@ def repository(tmp_path: Path) -> Path:
     return place
 
 
+@pytest.mark.usefixtures("processes")
 def test_the_commit_is_that_of_git_however_it_is_stored(repository: Path, tmp_path: Path) -> None:
     script = repository / "deep" / "train.py"
     first = git(repository, "rev-parse", "HEAD")
@@ -74,6 +75,7 @@ def test_a_command_is_told_without_its_secrets(words: list[str], told: str) -> N
     assert command_of(words) == told
 
 
+@pytest.mark.usefixtures("processes")
 def test_the_runs_of_trackers_are_told(monkeypatch: pytest.MonkeyPatch, repository: Path) -> None:
     run = SimpleNamespace(url="https://wandb.ai/a/b/runs/c", id="c")
     active = SimpleNamespace(info=SimpleNamespace(run_id="r1"))

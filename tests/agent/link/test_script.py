@@ -105,6 +105,7 @@ ckptd.close()
 """
 
 
+@pytest.mark.usefixtures("processes")
 def test_scripts_of_one_name_that_meet_in_one_job_are_told(place: Home, tmp_path: Path) -> None:
     """The private daemon of the root serves all of them, and ends with the test."""
     environment = {
@@ -165,6 +166,7 @@ def test_a_job_that_cannot_be_read_is_not_told_of(
     assert line.startswith("who saved job gpt is not known: ")
 
 
+@pytest.mark.usefixtures("processes")
 def test_a_real_script_and_an_interactive_session(tmp_path: Path) -> None:
     code = "from ckptd.agent.link.script import script_job; print(script_job())"
     (tmp_path / "tune.py").write_text(code)

@@ -217,6 +217,7 @@ def take(pair: Pair, into: torch.Tensor) -> None:
     pair.receive(into, SECONDS)
 
 
+@pytest.mark.usefixtures("processes")
 @pytest.mark.parametrize(("act", "act_of_peer"), [(take, give), (give, take)])
 def test_a_peer_that_is_killed_in_a_message_is_lost(
     store: TCPStore,
@@ -283,6 +284,7 @@ sys.exit(int(code))
 """A script whose thread receives or sends what never comes to its end."""
 
 
+@pytest.mark.usefixtures("processes")
 @pytest.mark.parametrize(("act", "code"), [("receive", 3), ("send", 0)])
 def test_a_message_under_way_does_not_keep_a_process_from_its_end(
     store: TCPStore, act: str, code: int

@@ -482,6 +482,7 @@ if how == "end":
 """
 
 
+@pytest.mark.usefixtures("processes")
 @pytest.mark.parametrize(
     ("how", "code"), [("return", 0), ("end", 0), ("exit", 3), ("error", 1), ("fork", 7)]
 )

@@ -251,6 +251,7 @@ def _serve_on_rank_0(store: tuple[str, int], fd_path: str) -> None:
         serve(pair, {RANK: SlotSource(file.fileno(), 1, 5)}, patience=30.0)
 
 
+@pytest.mark.usefixtures("processes")
 def test_a_rank_that_is_killed_is_replaced_by_storage(
     slot: Descriptor, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -79,7 +79,7 @@ def newest(home: Home) -> Checkpoint:
 
 
 @pytest.fixture
-def run(place: Home) -> Iterator[Run]:
+def run(processes: None, place: Home) -> Iterator[Run]:
     with running(place, environment=SMALL, forked=True):
         trained = Run(place, made(0))
         yield trained

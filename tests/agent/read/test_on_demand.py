@@ -36,6 +36,8 @@ from ckptd.shared.storage.metadata import tensors
 from tests.support.daemons import Home, running, until
 from tests.support.ranks import HERE, Ranks
 
+pytestmark = pytest.mark.usefixtures("processes")
+
 MANY = 18_000
 
 

@@ -103,6 +103,7 @@ def test_verify_names_the_damaged_tensor(tmp_path: Path, forged: str) -> None:
         raise IntegrityError(result["error"])
 
 
+@pytest.mark.usefixtures("processes")
 @pytest.mark.parametrize("forged", FORGED)
 def test_recover_passes_over_such_a_checkpoint_before_it_writes(place: Home, forged: str) -> None:
     size, ranks, reason = FORGED[forged]
@@ -118,6 +119,7 @@ def test_recover_passes_over_such_a_checkpoint_before_it_writes(place: Home, for
         assert torch.equal(state["w"], torch.full(size, 5.0))
 
 
+@pytest.mark.usefixtures("processes")
 def test_a_tensor_may_be_stored_twice_as_a_replica(place: Home) -> None:
     path = forge(
         place.root,
@@ -141,6 +143,7 @@ def test_a_tensor_may_be_stored_twice_as_a_replica(place: Home) -> None:
         assert torch.equal(state["w"], ones)
 
 
+@pytest.mark.usefixtures("processes")
 def test_recover_does_not_mix_a_damaged_checkpoint_with_an_older_one(place: Home) -> None:
     """The older one lacks a tensor that the damaged one may have overwritten, which
     `strict=False` would leave as it is.

@@ -39,7 +39,7 @@ def _large_manifests() -> None:
 
 
 @pytest.fixture(params=[False])
-def two(request: pytest.FixtureRequest) -> Iterator[Nodes]:
+def two(processes: None, request: pytest.FixtureRequest) -> Iterator[Nodes]:
     """Two nodes after a job of four ranks has saved step 5. The second one is replaced.
 
     The parameter is True for a checkpoint whose parts are opened on demand.
@@ -186,6 +186,7 @@ def _take_and_copy() -> str:
     return str(pending.error or "")
 
 
+@pytest.mark.usefixtures("processes")
 @pytest.mark.parametrize("lost", [0, 1])
 def test_ranks_of_a_replaced_node_read_their_own_parts_from_peer_replicas(lost: int) -> None:
     """No chunk of their parts is sound on storage, except those of values documents."""

@@ -25,6 +25,8 @@ from tests.support.ranks import HERE, Ranks
 from tests.support.refusals import exit_of
 from tests.support.storage import part_in
 
+pytestmark = pytest.mark.usefixtures("processes")
+
 
 @pytest.mark.parametrize("kind", sharded.KINDS)
 def test_every_sharding_comes_back(kind: str) -> None:

@@ -23,6 +23,8 @@ from tests.crash.node_trainer import COLUMNS, ROWS, check, state_of
 from tests.support.nodes import Nodes, nodes
 from tests.support.ranks import HERE, Ranks
 
+pytestmark = pytest.mark.usefixtures("processes")
+
 TAG = names.tag_directory(5, None, 1)
 SHARD = ROWS * COLUMNS * 4 // 4
 """The bytes of the shard that each of four ranks has."""

@@ -177,6 +177,7 @@ def quantized_into_shards(kind: str) -> tuple[str, list[float], list[str]]:
     return str(caught.value), local.tolist(), list(map(str, state["optim"].state))
 
 
+@pytest.mark.usefixtures("processes")
 @pytest.mark.parametrize(
     ("kind", "sentence"),
     [
@@ -241,6 +242,7 @@ def flat_without_state(
     return said, [(group["lr"], group["momentum"]) for group in state["optim"].param_groups]
 
 
+@pytest.mark.usefixtures("processes")
 @pytest.mark.parametrize(
     ("saved", "own", "strict", "said", "settings"),
     [

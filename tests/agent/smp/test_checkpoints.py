@@ -30,6 +30,7 @@ from tests.support.daemons import Daemon
 from tests.support.ranks import HERE, Ranks
 
 
+@pytest.mark.usefixtures("processes")
 def test_the_newest_partial_checkpoint_is_resumed(root: Path) -> None:
     model, optimizer = pair(1)
     for number in range(1, 4):
@@ -51,6 +52,7 @@ def test_the_newest_partial_checkpoint_is_resumed(root: Path) -> None:
     assert plain(model, optimizer) == wanted
 
 
+@pytest.mark.usefixtures("processes")
 def test_a_tag_is_resumed(root: Path) -> None:
     wanted = plain(*(saved := pair(1, steps=1)))
     smp.save_checkpoint(root, "first", model=saved[0], optimizer=saved[1], user_content=1).wait(
@@ -73,6 +75,7 @@ def steps(root: Path) -> list[int]:
     return sorted(int(path.parent.name[5:13]) for path in root.glob("partial/*/manifest.json"))
 
 
+@pytest.mark.usefixtures("processes")
 def test_the_number_in_a_tag_is_the_step_unless_it_is_taken(root: Path) -> None:
     model, _ = pair(1)
     for tag in ("epoch_100", "final", "steps7", "steps300"):
@@ -82,6 +85,7 @@ def test_the_number_in_a_tag_is_the_step_unless_it_is_taken(root: Path) -> None:
     assert steps(root) == [100, 101, 102, 300, 301]
 
 
+@pytest.mark.usefixtures("processes")
 def test_old_partial_checkpoints_are_dropped(root: Path) -> None:
     model, _ = pair(1)
     for number in range(1, 6):
@@ -94,6 +98,7 @@ def test_old_partial_checkpoints_are_dropped(root: Path) -> None:
         time.sleep(0.05)
 
 
+@pytest.mark.usefixtures("processes")
 def test_model_only_and_into_the_meta_device(root: Path, caplog: pytest.LogCaptureFixture) -> None:
     saved, optimizer = pair(1, steps=2)
     smp.save_checkpoint(root, "s1", model=saved, optimizer=optimizer).wait("durable", timeout=60)
@@ -112,6 +117,7 @@ def test_model_only_and_into_the_meta_device(root: Path, caplog: pytest.LogCaptu
     )
 
 
+@pytest.mark.usefixtures("processes")
 def test_keys_that_differ(root: Path) -> None:
     saved, _ = pair(1)
     smp.save_checkpoint(root, "s1", model=saved).wait("durable", timeout=60)
@@ -121,6 +127,7 @@ def test_keys_that_differ(root: Path) -> None:
     smp.resume_from_checkpoint(root, model=larger, strict=False)
 
 
+@pytest.mark.usefixtures("processes")
 def test_bad_input_is_refused(root: Path) -> None:
     model, optimizer = pair(1)
     for tag in ("a/b", "", "../x", "x" * 129):
@@ -157,6 +164,7 @@ def test_bad_input_is_refused(root: Path) -> None:
         )
 
 
+@pytest.mark.usefixtures("processes")
 def test_a_tag_stays_its_own_after_a_rewind(root: Path) -> None:
     model, optimizer = pair(1)
     for tag in ("start0", "epoch_x12"):
@@ -174,12 +182,14 @@ def test_a_tag_stays_its_own_after_a_rewind(root: Path) -> None:
     assert steps(root) == [0, 12, 13]
 
 
+@pytest.mark.usefixtures("processes")
 def test_a_tag_is_known_before_it_is_durable(root: Path) -> None:
     model, _ = pair(1)
     smp.save_checkpoint(root, "t1", model=model, user_content=1)
     assert smp.resume_from_checkpoint(root, "t1", model=model) == 1
 
 
+@pytest.mark.usefixtures("processes")
 def test_a_link_to_the_directory_is_the_directory(root: Path, tmp_path: Path) -> None:
     model, _ = pair(1)
     (tmp_path / "link").symlink_to(root)
@@ -187,6 +197,7 @@ def test_a_link_to_the_directory_is_the_directory(root: Path, tmp_path: Path) ->
     assert smp.resume_from_checkpoint(tmp_path / "link", model=model) == 1
 
 
+@pytest.mark.usefixtures("processes")
 def test_a_failed_resume_leaves_a_model_on_the_meta_device(root: Path) -> None:
     saved, optimizer = pair(1)
     smp.save_checkpoint(root, "t1", model=saved, optimizer=optimizer).wait("durable", timeout=60)
@@ -205,6 +216,7 @@ def test_a_path_that_is_wrong_is_not_made(tmp_path: Path) -> None:
     assert not (tmp_path / "wrong").exists()
 
 
+@pytest.mark.usefixtures("processes")
 def test_a_module_in_the_user_content_is_refused(root: Path) -> None:
     model, _ = pair(1)
     with pytest.raises(
@@ -213,6 +225,7 @@ def test_a_module_in_the_user_content_is_refused(root: Path) -> None:
         smp.save_checkpoint(root, "t1", model=model, user_content={"ema": [pair(2)[0]]})
 
 
+@pytest.mark.usefixtures("processes")
 def test_an_error_of_one_agent_does_not_keep_the_others_open(root: Path) -> None:
     model, _ = pair(1)
     smp.save_checkpoint(root, "t1", model=model)

@@ -23,6 +23,8 @@ from tests.support import sharded
 from tests.support.daemons import Daemon
 from tests.support.ranks import HERE, Ranks
 
+pytestmark = pytest.mark.usefixtures("processes")
+
 
 def test_a_full_checkpoint_is_one_file_with_everything(root: Path) -> None:
     saved = pair(1, steps=2)

@@ -28,6 +28,8 @@ from tests.support.daemons import Daemon
 from tests.support.ranks import Ranks
 from tests.support.storage import part_in
 
+pytestmark = pytest.mark.usefixtures("processes")
+
 OBJECT = {
     "state": {"w": torch.arange(6.0).reshape(2, 3)},
     "epoch": 3,

@@ -20,6 +20,7 @@ from ckptd.agent.smp.runs import (
 from ckptd.shared.errors import NotFound
 
 
+@pytest.mark.usefixtures("processes")
 def test_a_run_is_made_once_and_again_after_close(root: Path) -> None:
     assert known_run(root, "partial") is None
     run = run_in(root, "partial")
@@ -34,6 +35,7 @@ def test_a_run_is_made_once_and_again_after_close(root: Path) -> None:
     assert known_run(root, "partial") is None
 
 
+@pytest.mark.usefixtures("processes")
 def test_manifests_are_in_order_and_damaged_ones_are_left_out(root: Path) -> None:
     run = run_in(root, "partial")
     for step, tag in ((1, "a"), (5, "b"), (7, "c")):
@@ -49,6 +51,7 @@ def test_manifests_are_in_order_and_damaged_ones_are_left_out(root: Path) -> Non
     assert manifests(JobPlace(root, "none")) == []
 
 
+@pytest.mark.usefixtures("processes")
 def test_content_of_other_tools_has_no_tag(root: Path) -> None:
     run = run_in(root, "partial")
     run.agent.snapshot({"w": torch.ones(1)}, step=1, user_content=["x"]).wait("durable", timeout=60)
@@ -64,6 +67,7 @@ def test_values_of_fewer_ranks_are_shared_and_a_warning_says_so(
     assert caplog.messages == ["data was saved on 2 ranks: rank 3 gets that of rank 1"]
 
 
+@pytest.mark.usefixtures("processes")
 def test_a_directory_below_the_root_of_a_daemon_is_no_root(root: Path) -> None:
     """As with the daemon of a node at `/ckpts` and SageMaker's `/ckpts/model_parallel`."""
     where, model = root / "model_parallel", torch.nn.Linear(2, 2)
@@ -83,6 +87,7 @@ def test_a_directory_below_the_root_of_a_daemon_is_no_root(root: Path) -> None:
     assert smp.load(where / "loader") == {"seen": 3}
 
 
+@pytest.mark.usefixtures("processes")
 def test_two_paths_have_two_jobs(root: Path, tmp_path: Path) -> None:
     assert job_place(root, "partial") == JobPlace(root, "partial")
     for name, job in (("a/b", "a..b..partial"), ("a.b", "a.b..partial")):
@@ -93,11 +98,13 @@ def test_two_paths_have_two_jobs(root: Path, tmp_path: Path) -> None:
         assert job_place(path, "partial", ask=True) == JobPlace(path, "partial")
 
 
+@pytest.mark.usefixtures("processes")
 def test_a_directory_that_is_a_root_stays_one(root: Path) -> None:
     (root / "inner" / ".ckptd").mkdir(parents=True)
     assert job_place(root / "inner", "partial", ask=True) == JobPlace(root / "inner", "partial")
 
 
+@pytest.mark.usefixtures("processes")
 def test_below_a_root_that_no_daemon_of_the_node_serves_a_directory_is_a_root(
     tmp_path: Path, root: Path
 ) -> None:

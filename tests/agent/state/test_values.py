@@ -44,6 +44,7 @@ HOSTILE = {
 }
 
 
+@pytest.mark.usefixtures("processes")
 def test_hostile_values_are_refused_in_little_memory(tmp_path: Path) -> None:
     found = outcomes("ckptd.agent.state.values", "decode", HOSTILE, tmp_path)
     assert {name: kind for name, (kind, _) in found.items()} == dict.fromkeys(

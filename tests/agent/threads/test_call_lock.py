@@ -170,6 +170,7 @@ print(call.over())
 """  # noqa: E501
 
 
+@pytest.mark.usefixtures("processes")
 def test_threads_that_start_while_a_waiting_call_looks_for_another_do_not_stop_the_process() -> (
     None
 ):

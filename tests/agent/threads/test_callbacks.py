@@ -58,6 +58,7 @@ made.call(lambda: (time.sleep(%s), print("told")), "on_failure")
 """
 
 
+@pytest.mark.usefixtures("processes")
 @pytest.mark.parametrize(("most", "takes", "said"), [("60.0", "0.5", "told\n"), ("0.1", "60", "")])
 def test_the_end_of_the_process_waits_for_a_call_but_not_for_ever(
     most: str, takes: str, said: str

@@ -123,6 +123,7 @@ REFUSED = [
 ]  # fmt: skip
 
 
+@pytest.mark.usefixtures("processes")
 @pytest.mark.parametrize(("wrong", "words"), REFUSED, ids=range(len(REFUSED)))
 def test_a_seal_that_could_not_be_loaded_is_refused_in_one_sentence(
     place: Home, wrong: Any, words: str
@@ -142,6 +143,7 @@ def test_a_seal_that_could_not_be_loaded_is_refused_in_one_sentence(
         client.close()
 
 
+@pytest.mark.usefixtures("processes")
 def test_the_ranks_of_a_step_are_compared_when_the_last_one_has_sealed(place: Home) -> None:
     with running(place):
         first = Client(place, "job", 0, 2)
@@ -164,6 +166,7 @@ def test_the_ranks_of_a_step_are_compared_when_the_last_one_has_sealed(place: Ho
             client.close()
 
 
+@pytest.mark.usefixtures("processes")
 def test_a_sound_case_of_every_kind_is_loaded(place: Home) -> None:
     with running(place):
         client = Client(place, "job", 0, 1)

@@ -77,6 +77,7 @@ def train(daemon: Daemon) -> None:
     agent.close()
 
 
+@pytest.mark.usefixtures("processes")
 def test_status_passes_over_the_socket_of_a_dead_daemon(place: Home) -> None:
     """The private socket of a root is tried first, then the user's own socket."""
     runtime = place.path / "run"
@@ -155,6 +156,7 @@ def test_status_reports_jobs_memory_and_counters(full: Daemon) -> None:
     assert found["cpu_seconds"] > 0
 
 
+@pytest.mark.usefixtures("processes")
 def test_status_tells_how_far_a_save_has_come(place: Home) -> None:
     with running(place, "--codec", "zstd:19", environment={"CKPTD_CHUNK_SIZE": "256Ki"}) as daemon:
         agent = Agent("gpt", socket=place.socket)
@@ -180,6 +182,7 @@ def test_status_tells_how_far_a_save_has_come(place: Home) -> None:
     assert 0 < saving["done_bytes"] < saving["total_bytes"] == pytest.approx(40 << 20, rel=0.01)
 
 
+@pytest.mark.usefixtures("processes")
 def test_the_log_says_when_attempts_begin_and_what_is_deleted(place: Home) -> None:
     with running(place, "--keep-last", "1") as daemon:
         train(daemon)
@@ -211,6 +214,7 @@ def test_ls_and_show_list_and_describe_checkpoints(full: Daemon) -> None:
     assert "w       [1000]  float32" in text
 
 
+@pytest.mark.usefixtures("processes")
 def test_a_checkpoint_of_several_files_is_shown_and_verified(place: Home) -> None:
     with running(
         place,
@@ -444,6 +448,7 @@ def flip(part: Path, offset: int = ALIGN) -> None:
     part.write_bytes(data)
 
 
+@pytest.mark.usefixtures("processes")
 @pytest.mark.parametrize(
     ("arguments", "code", "words"),
     [
@@ -497,6 +502,7 @@ def test_errors_are_printed_as_json_on_request(full: Daemon) -> None:
     assert (found["error"]["code"], found["exit"], result.returncode) == ("not-found", 10, 10)
 
 
+@pytest.mark.usefixtures("processes")
 def test_help_shows_the_first_commands_of_a_newcomer() -> None:
     result = ckptd("--help")
     assert result.returncode == 0
@@ -554,6 +560,7 @@ def test_the_shell_is_offered_the_jobs_of_the_configured_root(
         assert completed(["show", "g"], root, monkeypatch) == "file,g", variable
 
 
+@pytest.mark.usefixtures("processes")
 @pytest.mark.parametrize(
     "typed",
     [

@@ -149,6 +149,7 @@ def test_what_differs_of_the_runs_is_told_and_is_no_difference(root: Path, tmp_p
     assert runs["user"] == (None, written["user"])
 
 
+@pytest.mark.usefixtures("processes")
 @pytest.mark.skipif(stores.program("rclone") is None, reason="rclone is not installed")
 def test_a_checkpoint_in_an_object_store_is_compared_with_its_copy(
     root: Path, tmp_path: Path

@@ -220,6 +220,7 @@ def test_a_stage_is_checked_as_a_root_is(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.usefixtures("processes")
 def test_a_root_with_little_room_is_a_warning() -> None:
     try:
         image = Image(16)
@@ -285,6 +286,7 @@ def test_the_kernel_and_the_event_loop_are_checked() -> None:
     assert [doctor.check_event_loop(there).level for there in (True, False)] == [OK, WARNING]
 
 
+@pytest.mark.usefixtures("processes")
 def test_the_command_prints_the_checks(tmp_path: Path) -> None:
     tmp_path.chmod(0o700)
     done = ckptd("doctor", "--root", tmp_path, "--socket", tmp_path / "s")

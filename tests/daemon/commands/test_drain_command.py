@@ -41,6 +41,7 @@ def due(state: str, **fields: Any) -> m.Due:
 # -- with a daemon
 
 
+@pytest.mark.usefixtures("processes")
 def test_what_is_in_memory_is_saved_as_a_user_does_it(place: Home) -> None:
     """This case runs in processes of their own."""
     with running(place):
@@ -62,6 +63,7 @@ def test_the_daemon_is_found_by_its_socket_or_by_the_variables(daemon: Daemon) -
     assert [run.stdout for run in (by_socket, by_variable)] == [said] * 2
 
 
+@pytest.mark.usefixtures("processes")
 def test_what_does_not_leave_in_time_makes_exit_code_1(place: Home) -> None:
     with running(place, forked=True, failpoints="persist.writing=error(ENOSPC)"):
         agent = in_memory(place)
@@ -77,6 +79,7 @@ def test_what_does_not_leave_in_time_makes_exit_code_1(place: Home) -> None:
         vanish(agent)
 
 
+@pytest.mark.usefixtures("processes")
 def test_json_has_all_that_is_owed(place: Home) -> None:
     with running(place, forked=True, failpoints="persist.index=sleep(3)"):
         agent = in_memory(place)
@@ -130,6 +133,7 @@ def test_a_daemon_that_cannot_drain_is_told(
     )
 
 
+@pytest.mark.usefixtures("processes")
 def test_a_daemon_that_does_not_answer_is_no_success(place: Home) -> None:
     with running(place) as daemon:
         agent = in_memory(place)
@@ -144,6 +148,7 @@ def test_a_daemon_that_does_not_answer_is_no_success(place: Home) -> None:
 # -- the daemon ends meanwhile
 
 
+@pytest.mark.usefixtures("processes")
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
 def test_a_daemon_that_ends_meanwhile(place: Home, how: signal.Signals) -> None:
     """SIGTERM makes it save what it owes first. After SIGKILL, the memory is unsaved."""
@@ -173,6 +178,7 @@ def test_a_daemon_that_ends_meanwhile(place: Home, how: signal.Signals) -> None:
 # -- without a daemon
 
 
+@pytest.mark.usefixtures("processes")
 def test_a_node_without_a_daemon_and_without_unsaved_memory_owes_nothing(place: Home) -> None:
     with running(place, forked=True):
         pass
@@ -185,6 +191,7 @@ def test_a_node_without_a_daemon_and_without_unsaved_memory_owes_nothing(place: 
     )
 
 
+@pytest.mark.usefixtures("processes")
 def test_a_root_that_is_misspelt_is_told(place: Home) -> None:
     with running(place, forked=True):
         pass
@@ -198,6 +205,7 @@ def test_a_root_that_is_misspelt_is_told(place: Home) -> None:
     assert (by_variable.returncode, "nothing is owed" in by_variable.stdout) == (0, True)
 
 
+@pytest.mark.usefixtures("processes")
 def test_unsaved_memory_without_a_daemon_makes_exit_code_1(place: Home) -> None:
     with running(place, forked=True) as daemon:
         agent = in_memory(place)
@@ -223,6 +231,7 @@ def test_unsaved_memory_without_a_daemon_makes_exit_code_1(place: Home) -> None:
     assert ckptd("drain", place.root).returncode == 0
 
 
+@pytest.mark.usefixtures("processes")
 def test_a_named_socket_without_a_daemon_counts_all_memory_of_this_user(place: Home) -> None:
     shm = Path(f"/dev/shm/ckptd-test-drain-{os.getpid()}")
     shm.mkdir(mode=0o700)

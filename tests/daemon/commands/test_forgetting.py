@@ -33,6 +33,8 @@ from tests.support.ranks import HERE, Ranks
 from tests.support.strangers import KINDS, NOBODY, holding, is_another_user
 from tests.support.trainers import vanish
 
+pytestmark = pytest.mark.usefixtures("processes")
+
 
 def ckptd(
     *arguments: object, environment: dict[str, str] | None = None
@@ -90,7 +92,7 @@ def tag(step: int, attempt: int = 1) -> str:
 
 
 @pytest.fixture(params=["daemon", "none"])
-def socket(request: pytest.FixtureRequest, place: Home) -> Any:
+def socket(processes: None, request: pytest.FixtureRequest, place: Home) -> Any:
     """Make six checkpoints.
 
     Return the options that name the daemon of their root, which runs or has ended.

@@ -28,6 +28,7 @@ def save(place: Home, steps: int) -> None:
     agent.close()
 
 
+@pytest.mark.usefixtures("processes")
 def test_the_history_outlives_the_daemon_and_its_checkpoints(place: Home) -> None:
     place_of = {"CKPTD_STATE_DIR": str(place.state)}
     with running(place, "--keep-last", "1", "--log-level", "error") as daemon:
@@ -53,6 +54,7 @@ def test_the_history_outlives_the_daemon_and_its_checkpoints(place: Home) -> Non
     assert len(text.stdout.splitlines()) == 3
 
 
+@pytest.mark.usefixtures("processes")
 def test_a_daemon_may_keep_no_history(place: Home) -> None:
     with running(place, "--no-history"):
         told = ckptd("history", "--socket", place.socket)
@@ -64,6 +66,7 @@ def test_a_daemon_may_keep_no_history(place: Home) -> None:
     assert not list(place.state.rglob("history*"))
 
 
+@pytest.mark.usefixtures("processes")
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -101,6 +104,7 @@ def test_a_table_has_what_is_known_of_each_event() -> None:
     assert history_text([], 0.0) == "nothing is known"
 
 
+@pytest.mark.usefixtures("processes")
 def test_a_long_text_is_cut_on_a_terminal_only(tmp_path: Path) -> None:
     long = LoggedEvent(5.0, "save.failed", 40, "x" * 500, {"job": "gpt"})
     assert history_text([long], 9.0).endswith("  " + "x" * 500)
@@ -124,6 +128,7 @@ def test_a_long_text_is_cut_on_a_terminal_only(tmp_path: Path) -> None:
     assert (done.returncode, shown.count(b"x")) == (0, 120)
 
 
+@pytest.mark.usefixtures("processes")
 def test_without_a_daemon_the_root_is_to_be_named(tmp_path: Path) -> None:
     told = ckptd("history", "--socket", tmp_path / "none")
     assert told.returncode == 14

@@ -157,6 +157,7 @@ def test_a_level_that_no_failure_needs_is_named() -> None:
     assert memory["mtbf_seconds"] is None
 
 
+@pytest.mark.usefixtures("processes")
 def test_the_costs_of_a_job_come_from_its_history(place: Home, monkeypatch: Any) -> None:
     monkeypatch.setenv("CKPTD_STATE_DIR", str(place.state))
     parameter = torch.zeros(100, requires_grad=True)

@@ -27,7 +27,7 @@ def shm(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def killed(place: Home, shm: Path) -> Iterator[tuple[Home, Agent, Daemon]]:
+def killed(processes: None, place: Home, shm: Path) -> Iterator[tuple[Home, Agent, Daemon]]:
     """A daemon that was killed while its trainer waits for the next one."""
     daemon = Daemon(place, "--shm-dir", str(shm)).wait_ready()
     agent = Agent("gpt", socket=place.socket)
@@ -131,6 +131,7 @@ def test_a_socket_without_a_listener_is_a_leftover(
         assert (stale.exists(), live.exists()) == (False, True)
 
 
+@pytest.mark.usefixtures("processes")
 def test_a_directory_that_is_not_there_is_an_error(tmp_path: Path) -> None:
     """Otherwise `ckptd gc` would say of a misspelt one that nothing is left in it."""
     for run in (

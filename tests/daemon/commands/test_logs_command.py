@@ -59,6 +59,7 @@ def test_the_log_is_printed_whole_or_of_a_job(served: Daemon) -> None:
     assert ran("nobody", "--socket", socket) == (0, [])
 
 
+@pytest.mark.usefixtures("processes")
 def test_a_log_is_followed_until_ctrl_c(served: Daemon) -> None:
     clean = {key: value for key, value in os.environ.items() if not key.startswith("CKPTD_")}
     process = subprocess.Popen(

@@ -28,7 +28,7 @@ from tests.support.trainers import vanish
 
 
 @pytest.fixture
-def served(place: Home) -> Iterator[Daemon]:
+def served(processes: None, place: Home) -> Iterator[Daemon]:
     """A daemon that was started by its command, and not forked."""
     with running(place) as found:
         yield found
@@ -234,6 +234,7 @@ def test_a_daemon_that_does_not_answer_is_named(monkeypatch: pytest.MonkeyPatch)
     )
 
 
+@pytest.mark.usefixtures("processes")
 def test_a_daemon_that_starts_or_ends_is_no_reason_to_start_another(tmp_path: Path) -> None:
     socket = str(tmp_path / "s")
     found = neighbours._ask(os.getpid(), socket, "/ckpts")

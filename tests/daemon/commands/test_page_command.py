@@ -63,6 +63,7 @@ def test_the_page_of_a_daemon_is_served_until_the_command_is_ended(daemon: Daemo
         assert ended(process, signal.SIGTERM) == (0, "")
 
 
+@pytest.mark.usefixtures("processes")
 def test_without_a_daemon_a_root_is_shown_at_a_unix_socket(place: Home) -> None:
     (place.root / ".ckptd").mkdir(parents=True)
     path = place.path / "page"
@@ -144,6 +145,7 @@ def test_a_token_file_must_be_secret_and_hold_a_token(place: Home) -> None:
     )
 
 
+@pytest.mark.usefixtures("processes")
 def test_with_a_token_other_machines_may_read(place: Home) -> None:
     (place.root / ".ckptd").mkdir(parents=True)
     file: Path = place.path / "token"

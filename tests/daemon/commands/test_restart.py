@@ -30,6 +30,7 @@ def ready(state: Path, root: Path, *sockets: str) -> Path:
     return file
 
 
+@pytest.mark.usefixtures("processes")
 def test_the_socket_of_a_killed_daemon_is_named(place: Home) -> None:
     state = {"CKPTD_STATE_DIR": str(place.state)}
     with running(place) as daemon:
@@ -74,6 +75,7 @@ def test_a_history_that_is_missing_or_damaged_is_ignored(root: Path) -> None:
     assert usual in restart_advice(root)
 
 
+@pytest.mark.usefixtures("processes")
 def test_a_root_that_is_gone_is_to_be_mounted_first(root: Path) -> None:
     ready(root.parent / "state", root, "/run/a")
     state = {"CKPTD_STATE_DIR": str(root.parent / "state")}

@@ -13,9 +13,12 @@ import sys
 from pathlib import Path
 
 import psutil
+import pytest
 
 from tests.daemon.commands.test_cli import ckptd
 from tests.support.daemons import Daemon, Home, running, until
+
+pytestmark = pytest.mark.usefixtures("processes")
 
 
 def test_a_daemon_takes_no_core_from_the_training(daemon: Daemon) -> None:

@@ -16,6 +16,7 @@ from tests.support.forged import forge
 from tests.support.trainers import vanish
 
 
+@pytest.mark.usefixtures("processes")
 def test_status_tells_from_storage_that_no_daemon_runs(place: Home) -> None:
     with running(place, forked=True) as daemon:
         agent = Agent("gpt", socket=place.socket)
@@ -47,6 +48,7 @@ def test_status_tells_from_storage_that_no_daemon_runs(place: Home) -> None:
     assert found["storage"]["in_memory_only"] == []
 
 
+@pytest.mark.usefixtures("processes")
 def test_what_a_killed_daemon_has_left_in_memory_is_named(place: Home) -> None:
     with running(place, forked=True) as daemon:
         agent = Agent("gpt", socket=place.socket)
@@ -71,6 +73,7 @@ def test_damaged_checkpoints_are_counted(place: Home) -> None:
     assert stored_jobs_text(found).splitlines()[1].endswith("DAMAGED: 1")
 
 
+@pytest.mark.usefixtures("processes")
 def test_a_root_without_checkpoints_and_none_at_all(place: Home) -> None:
     with pytest.raises(NotFound, match="does not exist"):
         stored_jobs(place.root)
@@ -80,6 +83,7 @@ def test_a_root_without_checkpoints_and_none_at_all(place: Home) -> None:
     assert (told.returncode, told.stdout) == (14, "")
 
 
+@pytest.mark.usefixtures("processes")
 def test_a_root_that_is_misspelt_is_answered_with_the_one_that_was_meant(place: Home) -> None:
     forge(place.root, (1,), [[((0,), (1,))]])
     (place.root / ".ckptd").mkdir()

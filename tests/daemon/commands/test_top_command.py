@@ -150,6 +150,7 @@ def test_ctrl_c_and_sigterm_give_the_terminal_back(
         assert termios.tcgetattr(shown.theirs) == before
 
 
+@pytest.mark.usefixtures("processes")
 def test_a_daemon_may_go_away_and_come_back(place: Home) -> None:
     with running(place) as daemon, window(place.socket, columns=200) as shown:
         shown.until("no jobs yet")
@@ -197,6 +198,7 @@ def test_without_a_terminal_one_sentence_says_what_to_do(daemon: Daemon) -> None
     assert "`ckptd status --watch`" in told.output
 
 
+@pytest.mark.usefixtures("processes")
 def test_no_daemon_at_the_start_ends_the_command(tmp_path: Path) -> None:
     with window(tmp_path / "none") as shown:
         assert shown.end() == 14

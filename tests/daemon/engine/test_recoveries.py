@@ -102,6 +102,7 @@ def train(socket: str, steps: int) -> tuple[int, str] | None:
         return None if recovered is None else (recovered.step, recovered.source)
 
 
+@pytest.mark.usefixtures("processes")
 def test_a_recovery_of_two_ranks_counts_once_and_is_in_the_history(place: Home) -> None:
     with running(place, "--log-format", "json"):
         with Ranks(2) as ranks:
@@ -124,6 +125,7 @@ def test_a_recovery_of_two_ranks_counts_once_and_is_in_the_history(place: Home) 
         assert "job gpt has recovered step-00000010.a0001 (" in told
 
 
+@pytest.mark.usefixtures("processes")
 def test_a_daemon_that_hangs_after_the_last_answer_delays_no_recovery(
     place: Home, monkeypatch: pytest.MonkeyPatch
 ) -> None:

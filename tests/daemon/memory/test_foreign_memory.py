@@ -89,6 +89,7 @@ def refuses_the_memory(place: Home, daemon: Daemon) -> None:
     )
 
 
+@pytest.mark.usefixtures("processes")
 @pytest.mark.parametrize("way", ["drop", "adopt"])
 @pytest.mark.parametrize("replaced", REPLACEMENTS)
 @pytest.mark.parametrize("killed", [False, True], ids=["alive", "killed"])
@@ -110,6 +111,7 @@ def test_memory_of_a_root_that_is_gone_is_refused_until_a_person_decides(
             assert tags[-2:] == ["step-00000003.a0001", "step-00000004.a0002"]
 
 
+@pytest.mark.usefixtures("processes")
 @pytest.mark.parametrize("replaced", REPLACEMENTS)
 @pytest.mark.parametrize("killed", [False, True], ids=["alive", "killed"])
 def test_memory_of_a_root_that_is_gone_is_recovered_once_the_root_is_back(
@@ -128,6 +130,7 @@ def test_memory_of_a_root_that_is_gone_is_recovered_once_the_root_is_back(
         goes_on(agent, place, LAST + 1)
 
 
+@pytest.mark.usefixtures("processes")
 @pytest.mark.parametrize("setting", ["refuse", "drop", "adopt"])
 def test_a_daemon_can_be_told_for_all_jobs(place: Home, setting: str) -> None:
     json = ("--log-format", "json")
@@ -149,6 +152,7 @@ def test_a_daemon_can_be_told_for_all_jobs(place: Home, setting: str) -> None:
             goes_on(agent, place, LAST + 1)
 
 
+@pytest.mark.usefixtures("processes")
 def test_a_run_may_overrule_the_daemon(place: Home, monkeypatch: pytest.MonkeyPatch) -> None:
     with running(place, forked=True) as daemon:
         train_and_die(place)
@@ -167,6 +171,7 @@ def test_a_run_may_overrule_the_daemon(place: Home, monkeypatch: pytest.MonkeyPa
         refused(place)
 
 
+@pytest.mark.usefixtures("processes")
 def test_the_stop_of_a_daemon_neither_saves_nor_frees_the_memory_of_another_root(
     place: Home,
 ) -> None:
@@ -185,6 +190,7 @@ def test_the_stop_of_a_daemon_neither_saves_nor_frees_the_memory_of_another_root
     assert contents(place.root) == []
 
 
+@pytest.mark.usefixtures("processes")
 def test_other_jobs_of_the_new_root_are_not_asked(place: Home) -> None:
     with running(place, forked=True) as daemon:
         train_and_die(place)
@@ -199,6 +205,7 @@ def test_other_jobs_of_the_new_root_are_not_asked(place: Home) -> None:
             Agent("job", socket=place.socket)
 
 
+@pytest.mark.usefixtures("processes")
 def test_what_was_adopted_is_the_new_roots_for_every_later_daemon(
     place: Home, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -224,6 +231,7 @@ def test_what_was_adopted_is_the_new_roots_for_every_later_daemon(
         agent.close()
 
 
+@pytest.mark.usefixtures("processes")
 def test_a_run_that_is_alive_cannot_save_into_another_root(
     place: Home, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -254,6 +262,7 @@ def test_a_run_that_is_alive_cannot_save_into_another_root(
         goes_on(new, place, 1)
 
 
+@pytest.mark.usefixtures("processes")
 def test_a_first_run_and_a_run_after_a_clean_end_are_asked_nothing(place: Home) -> None:
     with running(place, forked=True):
         agent = Agent("job", socket=place.socket)
@@ -266,6 +275,7 @@ def test_a_first_run_and_a_run_after_a_clean_end_are_asked_nothing(place: Home) 
         goes_on(agent, place, 1)
 
 
+@pytest.mark.usefixtures("processes")
 def test_slots_in_which_nothing_is_sealed_raise_no_question(place: Home) -> None:
     with running(place, forked=True) as daemon:
         agent = Agent("job", socket=place.socket)
@@ -284,6 +294,7 @@ def test_slots_in_which_nothing_is_sealed_raise_no_question(place: Home) -> None
 # -- where memory is from
 
 
+@pytest.mark.usefixtures("processes")
 def test_memory_of_a_version_without_root_marks_is_recovered_as_before(place: Home) -> None:
     with running(place, forked=True) as daemon:
         train_and_die(place)
@@ -303,6 +314,7 @@ def test_memory_of_a_version_without_root_marks_is_recovered_as_before(place: Ho
 # -- object stores, and several nodes
 
 
+@pytest.mark.usefixtures("processes")
 @pytest.mark.parametrize("kind", ["directory", "object store"])
 def test_nodes_that_give_a_root_its_identity_at_the_same_time_agree(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -438,6 +450,7 @@ def test_a_directory_that_is_missing_or_holds_other_files_holds_nothing(tmp_path
     assert list(read_held(tmp_path)) == []
 
 
+@pytest.mark.usefixtures("processes")
 def test_status_and_doctor_show_the_identity_and_the_foreign_memory(place: Home) -> None:
     with running(place, forked=True) as daemon:
         train_and_die(place)
@@ -506,6 +519,7 @@ def script(home: Home, first: int, last: int, **environ: str) -> subprocess.Comp
     )  # fmt: skip
 
 
+@pytest.mark.usefixtures("processes")
 @pytest.mark.parametrize("way", ["drop", "adopt"])
 @pytest.mark.parametrize("killed", [False, True], ids=["alive", "killed"])
 def test_rm_rf_between_two_runs_of_a_private_daemon(private: Home, killed: bool, way: str) -> None:
@@ -532,6 +546,7 @@ def test_rm_rf_between_two_runs_of_a_private_daemon(private: Home, killed: bool,
     assert ("step-00000003.a0001" in tags) == (way == "adopt")
 
 
+@pytest.mark.usefixtures("processes")
 def test_a_private_daemon_does_not_keep_the_choice_of_one_run(
     private: Home, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -9,6 +9,8 @@ import os
 import shutil
 from pathlib import Path
 
+import pytest
+
 from ckptd.agent import Agent
 from ckptd.daemon.memory.moved_root import gather
 from ckptd.daemon.memory.slots import Slots
@@ -20,6 +22,7 @@ from tests.support.daemons import Home, running
 from tests.support.replaced_roots import LAST, goes_on, recovered_by, train_and_die
 
 
+@pytest.mark.usefixtures("processes")
 def test_a_root_that_was_moved_finds_its_memory(place: Home) -> None:
     with running(place, forked=True) as daemon:
         train_and_die(place)
@@ -36,6 +39,7 @@ def test_a_root_that_was_moved_finds_its_memory(place: Home) -> None:
     assert not former.exists()
 
 
+@pytest.mark.usefixtures("processes")
 def test_a_copy_of_a_root_leaves_the_memory_to_the_root(place: Home) -> None:
     with running(place, forked=True) as daemon:
         train_and_die(place)

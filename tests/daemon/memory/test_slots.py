@@ -418,6 +418,7 @@ def test_a_removed_or_replaced_segment_is_reported_as_lost(shm: Shm, how: str) -
     assert read_header(made.fd) == header()  # the daemon's own descriptor still has the segment
 
 
+@pytest.mark.usefixtures("processes")
 def test_a_segment_is_held_while_its_trainer_lives(shm: Shm) -> None:
     slots = shm.open()
     made, other = slots.add(slots.create(header())), slots.add(slots.create(header(1)))
@@ -435,6 +436,7 @@ def test_a_segment_is_held_while_its_trainer_lives(shm: Shm) -> None:
     assert open_descriptors() == before
 
 
+@pytest.mark.usefixtures("processes")
 def test_a_test_of_the_lock_leaves_no_lock(shm: Shm) -> None:
     slots = shm.open()
     made = slots.add(slots.create(header()))

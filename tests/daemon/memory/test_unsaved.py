@@ -44,6 +44,7 @@ def sealed(place: Home, step: int, *, persist: bool = False) -> Agent:
     return agent
 
 
+@pytest.mark.usefixtures("processes")
 @pytest.mark.parametrize("alive", [True, False], ids=["trainer lives", "trainer is gone"])
 @pytest.mark.parametrize("persist", [True, False], ids=["failed before", "fails at the stop"])
 def test_stop_on_a_full_disk_says_what_is_in_memory_only_and_the_next_daemon_saves_it(
@@ -81,6 +82,7 @@ def test_stop_on_a_full_disk_says_what_is_in_memory_only_and_the_next_daemon_sav
         assert (checkpoint.step, torch.equal(checkpoint.tensor("w"), STATE["w"] + 8)) == (8, True)
 
 
+@pytest.mark.usefixtures("processes")
 def test_stop_as_json_lists_what_is_in_memory_only(place: Home) -> None:
     with running(place, failpoints=FULL) as daemon:
         agent = sealed(place, 8)
@@ -99,6 +101,7 @@ def test_stop_as_json_lists_what_is_in_memory_only(place: Home) -> None:
         vanish(agent)
 
 
+@pytest.mark.usefixtures("processes")
 @pytest.mark.parametrize("tag", [None, "best"])
 def test_nothing_is_said_of_what_is_saved(place: Home, tag: str | None) -> None:
     """The segments of a trainer that lives stay for the next daemon."""
@@ -116,6 +119,7 @@ def test_nothing_is_said_of_what_is_saved(place: Home, tag: str | None) -> None:
     assert "NOT SAVED" not in place.log_text()
 
 
+@pytest.mark.usefixtures("processes")
 def test_what_is_on_the_stage_is_saved(place: Home) -> None:
     """The root is not needed for that."""
     with running(
@@ -129,6 +133,7 @@ def test_what_is_on_the_stage_is_saved(place: Home) -> None:
     assert not (place.root / "gpt" / "step-00000008.a0001").exists()
 
 
+@pytest.mark.usefixtures("processes")
 def test_stop_of_a_daemon_that_is_killed_meanwhile_says_what_is_in_memory_only(place: Home) -> None:
     with running(place, failpoints="persist.writing=kill") as daemon:
         agent = sealed(place, 8)
@@ -139,6 +144,7 @@ def test_stop_of_a_daemon_that_is_killed_meanwhile_says_what_is_in_memory_only(p
         vanish(agent)
 
 
+@pytest.mark.usefixtures("processes")
 def test_stop_that_does_not_wait_longer_says_what_is_in_memory_only_until_then(place: Home) -> None:
     with running(place, failpoints="persist.writing=sleep(20)") as daemon:
         agent = sealed(place, 8)
@@ -157,6 +163,7 @@ def test_stop_that_does_not_wait_longer_says_what_is_in_memory_only_until_then(p
     )
 
 
+@pytest.mark.usefixtures("processes")
 def test_the_line_at_the_signal_names_what_is_being_saved(place: Home) -> None:
     """After TimeoutStopSec systemd kills the daemon, which can say nothing then."""
     with running(place) as daemon:
@@ -387,6 +394,7 @@ def test_memory_that_a_daemon_uses_is_its_own_matter(
             without(place, tmp_path, place.root)
 
 
+@pytest.mark.usefixtures("processes")
 def test_the_root_of_a_segment_is_that_of_its_mark(place: Home, tmp_path: Path) -> None:
     with running(place, "--shm-dir", "/dev/shm", forked=True) as daemon:
         agent = sealed(place, 8)

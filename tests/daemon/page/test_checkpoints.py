@@ -123,6 +123,7 @@ def test_a_checkpoint_is_described_with_its_tensors(root: Path) -> None:
     assert "m.weight" in whole["metadata"]["state_dict_metadata"]
 
 
+@pytest.mark.usefixtures("processes")
 def test_a_checkpoint_with_its_metadata_in_an_object_is_described_in_the_same_form() -> None:
     with home() as place, running(place, forked=True):
         agent = Agent("big", socket=place.socket)

@@ -31,6 +31,8 @@ from tests.support.daemons import Home, running, until
 from tests.support.nodes import Nodes, nodes
 from tests.support.ranks import HERE, Ranks
 
+pytestmark = pytest.mark.usefixtures("processes")
+
 FULL = "persist.writing=error(ENOSPC)"
 STALLED = "persist.writing=sleep(60)"
 LONG = 100.0

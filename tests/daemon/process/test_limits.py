@@ -96,6 +96,7 @@ def test_a_process_without_a_free_descriptor_has_used_all(monkeypatch: pytest.Mo
     assert limits.used() == limits.soft_limit()
 
 
+@pytest.mark.usefixtures("processes")
 def test_the_soft_limit_is_raised_to_the_hard_one() -> None:
     code = (
         "from ckptd.daemon.process import limits; print(limits.raise_limit(), limits.soft_limit())"
@@ -104,6 +105,7 @@ def test_the_soft_limit_is_raised_to_the_hard_one() -> None:
     assert subprocess.run(command, check=True, capture_output=True, text=True).stdout == "200 200\n"
 
 
+@pytest.mark.usefixtures("processes")
 def test_a_daemon_raises_its_own_limit(place: Home) -> None:
     daemon = limited(place, 30, 500).wait_ready()
     assert resource.prlimit(daemon.process.pid, resource.RLIMIT_NOFILE) == (500, 500)
@@ -117,6 +119,7 @@ def test_a_daemon_raises_its_own_limit(place: Home) -> None:
     daemon.stop()
 
 
+@pytest.mark.usefixtures("processes")
 def test_a_daemon_without_room_for_one_rank_does_not_start(place: Home) -> None:
     daemon = limited(place, 50, 50)
     assert daemon.died() == 2
@@ -124,6 +127,7 @@ def test_a_daemon_without_room_for_one_rank_does_not_start(place: Home) -> None:
     daemon.close()
 
 
+@pytest.mark.usefixtures("processes")
 @pytest.mark.parametrize("slots", [2, 4])
 def test_descriptors_of_a_rank_are_as_planned(place: Home, slots: int) -> None:
     """One idle rank takes one descriptor for its connection and one for each slot.
@@ -144,6 +148,7 @@ def test_descriptors_of_a_rank_are_as_planned(place: Home, slots: int) -> None:
         until(lambda: opened(daemon) == own, "return to the start")
 
 
+@pytest.mark.usefixtures("processes")
 def test_clients_beyond_the_limit_get_an_error_before_descriptors_run_out(place: Home) -> None:
     daemon = limited(place, 96, 96).wait_ready()  # room for five ranks
     held = [Channel(place.socket, 30) for _ in range(5)]
@@ -169,6 +174,7 @@ def reaches(place: Home) -> bool:
     return True
 
 
+@pytest.mark.usefixtures("processes")
 def test_ranks_that_fit_reconnect_after_a_restart_and_fit_in_a_new_run(
     place: Home, tmp_path: Path
 ) -> None:
@@ -197,6 +203,7 @@ def test_ranks_that_fit_reconnect_after_a_restart_and_fit_in_a_new_run(
         again.stop()
 
 
+@pytest.mark.usefixtures("processes")
 def test_a_daemon_that_ran_out_of_descriptors_accepts_clients_again(place: Home) -> None:
     """Clients that come while no descriptor is left wait, and are served afterwards."""
     daemon = Daemon(place).wait_ready()

@@ -38,6 +38,7 @@ def test_a_new_socket_is_accessible_to_its_user_only(path: Path) -> None:
     listener.close()
 
 
+@pytest.mark.usefixtures("processes")
 def test_a_file_at_the_sockets_name_is_left_alone(place: Home) -> None:
     """`--socket FILE` once deleted any file, because a file refuses connections as a
     dead daemon's socket does.

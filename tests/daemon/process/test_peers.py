@@ -27,6 +27,7 @@ CHILD = (
 )
 
 
+@pytest.mark.usefixtures("processes")
 def test_a_peer_is_the_process_that_connected_and_its_pidfd_tells_of_its_death(
     tmp_path: Path,
 ) -> None:
@@ -74,6 +75,7 @@ def test_a_peer_without_a_pidfd_is_not_watched(monkeypatch: pytest.MonkeyPatch) 
             peer.close()
 
 
+@pytest.mark.usefixtures("processes")
 @pytest.mark.parametrize("number", [None, signal.SIGSTOP])
 def test_a_process_is_known_to_be_stopped(number: signal.Signals | None) -> None:
     with subprocess.Popen(["sleep", "60"]) as process:

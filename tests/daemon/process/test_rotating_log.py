@@ -24,6 +24,7 @@ os.write(2, b"a traceback")
 """
 
 
+@pytest.mark.usefixtures("processes")
 def test_standard_error_follows_to_the_new_file(tmp_path: Path) -> None:
     log = tmp_path / "log"
     with log.open("a") as stream:
@@ -35,6 +36,7 @@ def test_standard_error_follows_to_the_new_file(tmp_path: Path) -> None:
     assert sorted(os.listdir(tmp_path)) == ["log", "log.1"]
 
 
+@pytest.mark.usefixtures("processes")
 def test_standard_error_that_is_another_file_stays(tmp_path: Path) -> None:
     said = subprocess.run(
         [sys.executable, "-c", SPEAK, tmp_path / "log"], capture_output=True, check=True, timeout=60

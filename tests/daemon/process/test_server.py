@@ -61,6 +61,7 @@ def hello(number: int = 1) -> bytes:
     return frames.encode(m.encode(m.Hello(id=number, min_version=1, max_version=1)))
 
 
+@pytest.mark.usefixtures("processes")
 def test_a_rank_that_hangs_up_while_its_attempt_begins_is_not_connected(place: Home) -> None:
     with running(place, failpoints="attempt.claiming=sleep(1)") as daemon:
         channel = Channel(place.socket, 30.0)
@@ -83,6 +84,7 @@ def next_of(channel: Channel, kind: type[Any]) -> tuple[Any, list[Any]]:
             before.append(message)
 
 
+@pytest.mark.usefixtures("processes")
 def test_a_client_that_does_not_know_waiting_does_not_get_it(
     place: Home, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -103,6 +105,7 @@ def test_a_client_that_does_not_know_waiting_does_not_get_it(
             channel.close()
 
 
+@pytest.mark.usefixtures("processes")
 def test_a_client_that_does_not_know_remarks_does_not_get_them(
     place: Home, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -141,6 +144,7 @@ def test_each_message_comes_once_however_many_attempts_a_connection_has_begun(
     assert len(heard) == len(set(map(repr, heard)))
 
 
+@pytest.mark.usefixtures("processes")
 def test_progress_after_a_failed_begin_is_kept_until_the_next_begin(place: Home) -> None:
     """A rank that begins its next attempt still waits for the snapshot of the attempt
     before.
@@ -207,6 +211,7 @@ def without_uvloop() -> None:
     sys.modules["uvloop"] = None  # type: ignore[assignment]
 
 
+@pytest.mark.usefixtures("processes")
 @pytest.mark.parametrize("event_loop", ["uvloop", "asyncio"])
 def test_the_next_client_with_the_same_descriptor_number_gets_answers(
     place: Home, event_loop: str
@@ -289,6 +294,7 @@ def test_half_frames_and_silent_clients_do_not_delay_others(daemon: Daemon) -> N
         client.close()
 
 
+@pytest.mark.usefixtures("processes")
 def test_connections_beyond_the_limit_get_an_error(place: Home) -> None:
     with running(place, environment={"CKPTD_MAX_CONNECTIONS": "3"}) as daemon:
         held = [Channel(place.socket, 30) for _ in range(3)]

@@ -32,6 +32,7 @@ from tests.support.replaced_roots import (
 from tests.support.trainers import expected
 
 
+@pytest.mark.usefixtures("processes")
 def test_a_daemon_that_has_not_noticed_yet_refuses_too(place: Home) -> None:
     # It looks at its root every few minutes.
     with running(place, forked=True, environment={"WATCHDOG_USEC": "600000000"}) as daemon:
@@ -46,6 +47,7 @@ def test_a_daemon_that_has_not_noticed_yet_refuses_too(place: Home) -> None:
         assert place.segment_files()
 
 
+@pytest.mark.usefixtures("processes")
 def test_a_daemon_that_has_not_noticed_yet_saves_nothing_into_another_root(place: Home) -> None:
     with running(place, forked=True, environment={"WATCHDOG_USEC": "600000000"}) as daemon:
         agent = Agent("job", socket=place.socket)
@@ -79,6 +81,7 @@ def delete_all(home: Home) -> None:
     below("")
 
 
+@pytest.mark.usefixtures("processes")
 @pytest.mark.skipif(stores.program("weed") is None, reason="SeaweedFS is not installed")
 def test_a_root_in_an_object_store_has_an_identity_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

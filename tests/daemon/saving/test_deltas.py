@@ -11,6 +11,8 @@ from ckptd.agent import Agent, Checkpoint
 from tests.support import daemons
 from tests.support.daemons import Home, running
 
+pytestmark = pytest.mark.usefixtures("processes")
+
 
 class Training:
     """A training of one tensor, in which a few words change at each step."""

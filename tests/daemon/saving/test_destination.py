@@ -141,6 +141,7 @@ def test_a_destination_deletes_only_what_it_has_itself(tmp_path: Path) -> None:
     calls.close()
 
 
+@pytest.mark.usefixtures("processes")
 def test_a_job_of_several_nodes_is_saved_straight_to_the_root(two: Nodes) -> None:
     where = sockets(two, 0, 0, 1, 1)
     with Ranks(4) as ranks:
@@ -162,6 +163,7 @@ def test_a_job_of_several_nodes_is_saved_straight_to_the_root(two: Nodes) -> Non
         )
 
 
+@pytest.mark.usefixtures("processes")
 def test_it_may_move_to_one_node_and_back(two: Nodes) -> None:
     with Ranks(2) as ranks:
         ranks.call(begin, sockets(two, 0, 1))
@@ -177,6 +179,7 @@ def test_it_may_move_to_one_node_and_back(two: Nodes) -> None:
     until(lambda: steps(root_of(two)) == [6, 7], "retention in the root")
 
 
+@pytest.mark.usefixtures("processes")
 def test_several_nodes_recover_what_only_the_stage_of_one_node_has(two: Nodes) -> None:
     """The node does not have rank 0, and its daemon does not upload the checkpoint by
     itself yet.
@@ -189,6 +192,7 @@ def test_several_nodes_recover_what_only_the_stage_of_one_node_has(two: Nodes) -
     assert steps(root_of(two)) == [5, 6]
 
 
+@pytest.mark.usefixtures("processes")
 def test_a_damaged_checkpoint_on_a_stage_gives_way_to_the_one_before(two: Nodes) -> None:
     leave_on_stage(two, 6, 7)
     part = next((stage_of(two[1]) / JOB / names.tag_directory(7, None, 1)).glob("rank-*.ckpt"))
@@ -210,6 +214,7 @@ def passed_over(where: list[Path]) -> tuple[int, int]:
     return found.step, len(found.passed_over)
 
 
+@pytest.mark.usefixtures("processes")
 def test_a_save_that_cannot_be_undone_holds_up_its_job_only(two: Nodes) -> None:
     """An earlier daemon has left a save to the root, and its files cannot be deleted
     now.
@@ -248,6 +253,7 @@ def delete_nothing_unfinished() -> None:
     Repository.delete_unfinished = fail  # type: ignore[method-assign,assignment]
 
 
+@pytest.mark.usefixtures("processes")
 def test_an_upload_of_another_job_holds_up_no_recovery(two: Nodes) -> None:
     with Ranks(2) as ranks:
         ranks.call(begin, sockets(two, 0, 1))
@@ -265,6 +271,7 @@ def test_an_upload_of_another_job_holds_up_no_recovery(two: Nodes) -> None:
     other.close()
 
 
+@pytest.mark.usefixtures("processes")
 def test_a_root_that_hangs_holds_up_no_save_to_the_stage(two: Nodes) -> None:
     hung = two.path / "hung"
     two[0].kill()
@@ -285,6 +292,7 @@ def test_a_root_that_hangs_holds_up_no_save_to_the_stage(two: Nodes) -> None:
         other.close()
 
 
+@pytest.mark.usefixtures("processes")
 def test_a_root_that_is_gone_gets_no_files(two: Nodes) -> None:
     """Another directory has its place, as under a mount point that is empty."""
     with Ranks(2) as ranks:
@@ -301,6 +309,7 @@ def test_a_root_that_is_gone_gets_no_files(two: Nodes) -> None:
         assert ranks.call(take, 7) == [""] * 2
 
 
+@pytest.mark.usefixtures("processes")
 def test_a_deleted_checkpoint_of_an_older_attempt_leaves_an_abandonment_behind_a_stage(
     two: Nodes,
 ) -> None:
@@ -315,6 +324,7 @@ def test_a_deleted_checkpoint_of_an_older_attempt_leaves_an_abandonment_behind_a
     assert outcome.code == DELETED
 
 
+@pytest.mark.usefixtures("processes")
 @pytest.mark.parametrize(
     "point",
     [
@@ -349,6 +359,7 @@ def test_a_daemon_that_dies_during_a_save_goes_on_with_it(two: Nodes, point: str
         }
 
 
+@pytest.mark.usefixtures("processes")
 def test_an_upload_leaves_a_save_of_several_nodes_that_is_under_way_alone(two: Nodes) -> None:
     two[0].kill()
     two[0].start(*KEEP, failpoints="persist.syncing=sleep(2)@2")
@@ -368,6 +379,7 @@ def test_an_upload_leaves_a_save_of_several_nodes_that_is_under_way_alone(two: N
     assert steps(root_of(two)) == [5, 6]
 
 
+@pytest.mark.usefixtures("processes")
 def test_trainers_that_die_leave_their_newest_common_step_in_the_root(two: Nodes) -> None:
     with Ranks(2) as ranks:
         ranks.call(begin, sockets(two, 0, 1))
@@ -379,6 +391,7 @@ def test_trainers_that_die_leave_their_newest_common_step_in_the_root(two: Nodes
     assert [steps(stage_of(node)) for node in two] == [[], []]
 
 
+@pytest.mark.usefixtures("processes")
 def test_a_stage_may_be_added_and_taken_away_between_two_runs(two: Nodes) -> None:
     for step, staged in ((5, False), (6, True), (7, False)):
         for node in two:
@@ -392,6 +405,7 @@ def test_a_stage_may_be_added_and_taken_away_between_two_runs(two: Nodes) -> Non
             assert ranks.call(take, step) == [""] * 2
 
 
+@pytest.mark.usefixtures("processes")
 def test_a_node_that_is_lost_with_its_stage_costs_nothing(two: Nodes) -> None:
     with Ranks(2) as ranks:
         ranks.call(begin, sockets(two, 0, 1))

@@ -92,6 +92,7 @@ def test_without_a_quota_nothing_is_said(caplog: pytest.LogCaptureFixture) -> No
     assert RootQuota(1 << 59).report(jobs) == {"used_bytes": 1 << 60, "quota_bytes": 1 << 59}
 
 
+@pytest.mark.usefixtures("processes")
 def test_a_daemon_warns_of_the_root_and_limits_the_job(
     place: Home, caplog: pytest.LogCaptureFixture
 ) -> None:

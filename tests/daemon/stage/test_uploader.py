@@ -84,6 +84,7 @@ def recovered(place: Home, step: int, source: str) -> None:
     agent.close()
 
 
+@pytest.mark.usefixtures("processes")
 def test_a_checkpoint_is_durable_on_the_stage_and_then_uploaded(place: Home, stage: Path) -> None:
     with with_stage(place) as daemon:
         agent = Agent("job", socket=place.socket)
@@ -117,6 +118,7 @@ def test_a_failed_upload_is_tried_again_soon_and_then_less_often() -> None:
     assert 0 < FIRST_PAUSE < LONGEST_PAUSE
 
 
+@pytest.mark.usefixtures("processes")
 def test_without_a_stage_what_is_durable_is_in_the_root(place: Home) -> None:
     with running(place, forked=True) as daemon:
         agent = Agent("job", socket=place.socket)
@@ -128,6 +130,7 @@ def test_without_a_stage_what_is_durable_is_in_the_root(place: Home) -> None:
         agent.close()
 
 
+@pytest.mark.usefixtures("processes")
 def test_saves_go_on_while_the_root_is_away(place: Home, stage: Path) -> None:
     with with_stage(place) as daemon:
         agent = Agent("job", socket=place.socket)
@@ -169,6 +172,7 @@ def test_saves_go_on_while_the_root_is_away(place: Home, stage: Path) -> None:
             last.wait("uploaded", timeout=60)
 
 
+@pytest.mark.usefixtures("processes")
 def test_a_step_that_is_deleted_before_its_upload_says_so(place: Home, stage: Path) -> None:
     with with_stage(place):
         agent = Agent("job", socket=place.socket)
@@ -185,6 +189,7 @@ def test_a_step_that_is_deleted_before_its_upload_says_so(place: Home, stage: Pa
         agent.close()
 
 
+@pytest.mark.usefixtures("processes")
 def test_a_stop_leaves_what_waits_to_the_next_daemon(place: Home, stage: Path) -> None:
     with with_stage(place) as daemon:
         agent = Agent("job", socket=place.socket)
@@ -209,6 +214,7 @@ def test_a_stop_leaves_what_waits_to_the_next_daemon(place: Home, stage: Path) -
     Checkpoint.open(place.root / "job").verify()
 
 
+@pytest.mark.usefixtures("processes")
 def test_a_recovery_without_the_root_raises_unless_the_stage_has_the_newest(
     place: Home, stage: Path
 ) -> None:
@@ -237,6 +243,7 @@ def test_a_recovery_without_the_root_raises_unless_the_stage_has_the_newest(
         recovered(place, 1, "storage")
 
 
+@pytest.mark.usefixtures("processes")
 def test_a_damaged_copy_on_the_stage_gives_way_to_the_one_in_the_root(
     place: Home, stage: Path
 ) -> None:
@@ -258,6 +265,7 @@ def test_a_damaged_copy_on_the_stage_gives_way_to_the_one_in_the_root(
         agent.close()
 
 
+@pytest.mark.usefixtures("processes")
 def test_a_damaged_checkpoint_is_not_uploaded_and_stays(place: Home, stage: Path) -> None:
     with with_stage(
         place, "--no-link-unchanged", failpoints="upload.intended=sleep(1)@2"
@@ -283,6 +291,7 @@ def test_a_damaged_checkpoint_is_not_uploaded_and_stays(place: Home, stage: Path
         agent.close()
 
 
+@pytest.mark.usefixtures("processes")
 def test_forget_deletes_both_copies(place: Home, stage: Path) -> None:
     with with_stage(place):
         agent = Agent("job", socket=place.socket)
@@ -315,6 +324,7 @@ def test_forget_deletes_both_copies(place: Home, stage: Path) -> None:
         assert tags(place.root) == [1]
 
 
+@pytest.mark.usefixtures("processes")
 def test_a_client_that_knows_no_stage_is_refused(
     place: Home, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -326,6 +336,7 @@ def test_a_client_that_knows_no_stage_is_refused(
             Channel(place.socket, 10.0)
 
 
+@pytest.mark.usefixtures("processes")
 @pytest.mark.parametrize("arguments", [["--root", "other"], ["--root", "stage"]])
 def test_a_stage_serves_one_daemon_and_one_root(
     place: Home, stage: Path, arguments: list[str]
@@ -350,6 +361,7 @@ def test_a_stage_serves_one_daemon_and_one_root(
     second.close()
 
 
+@pytest.mark.usefixtures("processes")
 def test_a_full_stage_deletes_copies_that_are_in_the_root(place: Home, stage: Path) -> None:
     with with_stage(place, failpoints="persist.created=error(ENOSPC)@2") as daemon:
         agent = Agent("job", socket=place.socket)
@@ -360,6 +372,7 @@ def test_a_full_stage_deletes_copies_that_are_in_the_root(place: Home, stage: Pa
         agent.close()
 
 
+@pytest.mark.usefixtures("processes")
 def test_a_stage_that_is_full_of_what_waits_fails_the_step(place: Home, stage: Path) -> None:
     """Not even `make_room` deletes what waits."""
     full = "persist.created=error(ENOSPC)@3"
@@ -376,6 +389,7 @@ def test_a_stage_that_is_full_of_what_waits_fails_the_step(place: Home, stage: P
         agent.close()
 
 
+@pytest.mark.usefixtures("processes")
 def test_a_job_that_has_moved_on_is_not_led_back(place: Home, stage: Path) -> None:
     """Another node has begun the next attempt: what this node still uploads is older,
     and this node deletes nothing in the root.
@@ -399,6 +413,7 @@ def test_a_job_that_has_moved_on_is_not_led_back(place: Home, stage: Path) -> No
         agent.close()
 
 
+@pytest.mark.usefixtures("processes")
 def test_a_checkpoint_that_somebody_has_deleted_from_the_stage_is_not_waited_for(
     place: Home, stage: Path
 ) -> None:
@@ -415,6 +430,7 @@ def test_a_checkpoint_that_somebody_has_deleted_from_the_stage_is_not_waited_for
         agent.close()
 
 
+@pytest.mark.usefixtures("processes")
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore::FutureWarning")
 def test_a_save_through_dcp_is_in_the_root_when_it_returns(place: Home, stage: Path) -> None:
     """The caller of a save through DCP has named a path, and may read it next."""
@@ -428,6 +444,7 @@ def test_a_save_through_dcp_is_in_the_root_when_it_returns(place: Home, stage: P
             assert torch.equal(found["weight"], state["weight"])
 
 
+@pytest.mark.usefixtures("processes")
 def test_a_private_daemon_stays_until_everything_is_uploaded(place: Home, stage: Path) -> None:
     with with_stage(place) as daemon:
         agent = Agent("job", socket=place.socket)
@@ -471,6 +488,7 @@ def check_chain(root: Location) -> None:
             chains.assert_state(checkpoint.load(), step)
 
 
+@pytest.mark.usefixtures("processes")
 def test_a_chain_is_uploaded_and_its_files_are_linked(place: Home, stage: Path) -> None:
     save_chain(place)
     check_chain(place.root)
@@ -485,6 +503,7 @@ def test_a_chain_is_uploaded_and_its_files_are_linked(place: Home, stage: Path) 
     assert shared == [one.parts[0].files - 2 if one.chain else 0 for one in found[1:]]
 
 
+@pytest.mark.usefixtures("processes")
 @pytest.mark.parametrize("gone", ["stage", "root"])
 def test_a_chain_whose_base_is_gone_is_uploaded(place: Home, stage: Path, gone: str) -> None:
     place.environ = {**chains.SMALL_CHUNKS}
@@ -523,6 +542,7 @@ def bucket(place: Home, server: stores.Server, monkeypatch: pytest.MonkeyPatch) 
     return url
 
 
+@pytest.mark.usefixtures("processes")
 def test_a_store_has_every_bit_once_it_is_uploaded(place: Home, stage: Path, bucket: Url) -> None:
     with with_stage(place) as daemon:
         agent = Agent("job", socket=place.socket)
@@ -538,6 +558,7 @@ def test_a_store_has_every_bit_once_it_is_uploaded(place: Home, stage: Path, buc
         recovered(place, 3, "storage")
 
 
+@pytest.mark.usefixtures("processes")
 def test_a_chain_is_in_a_store_once_it_is_uploaded(place: Home, stage: Path, bucket: Url) -> None:
     save_chain(place)
     assert tags(bucket) == list(CHAIN[-4:])
@@ -547,6 +568,7 @@ def test_a_chain_is_in_a_store_once_it_is_uploaded(place: Home, stage: Path, buc
     assert any(lengths)
 
 
+@pytest.mark.usefixtures("processes")
 def test_the_stage_alone_serves_while_the_store_is_down(
     place: Home, stage: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -44,6 +44,7 @@ REPORT: dict[str, Any] = {
 }
 
 
+@pytest.mark.usefixtures("processes")
 def test_the_last_event_of_a_kind_is_told_when_its_quiet_time_is_over(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -67,6 +68,7 @@ def test_the_last_event_of_a_kind_is_told_when_its_quiet_time_is_over(
     ]  # fmt: skip
 
 
+@pytest.mark.usefixtures("processes")
 def test_a_command_gets_the_report_and_the_environment(tmp_path: Path) -> None:
     out = tmp_path / "out"
     told(
@@ -88,6 +90,7 @@ def test_a_command_gets_the_report_and_the_environment(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.usefixtures("processes")
 def test_a_command_that_fails_is_logged_and_the_next_event_is_told(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -99,6 +102,7 @@ def test_a_command_that_fails_is_logged_and_the_next_event_is_told(
     assert out.read_text() == "x\nx\n"
 
 
+@pytest.mark.usefixtures("processes")
 def test_a_command_that_hangs_is_killed_with_its_children(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

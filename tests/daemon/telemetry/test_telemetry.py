@@ -66,6 +66,7 @@ def until(condition: Callable[[], bool]) -> None:
         time.sleep(0.05)
 
 
+@pytest.mark.usefixtures("processes")
 def test_a_save_is_seen_over_a_unix_socket_and_in_the_file(place: Home) -> None:
     file, path = place.path / "ckptd.prom", place.path / "m"
     with running(place, "--http", f"unix:{path}", "--metrics-file", str(file)) as daemon:
@@ -98,6 +99,7 @@ def _train(path: Path) -> None:
     Agent("gpt", socket=path).snapshot({"w": torch.ones(1000)}, step=1)
 
 
+@pytest.mark.usefixtures("processes")
 def test_a_loop_that_is_stuck_is_seen(place: Home) -> None:
     with running(place, "--http", "127.0.0.1:0", failpoints="slot.passing=hang") as daemon:
         until(lambda: value(place, "ckptd_jobs") == 0)
@@ -116,6 +118,7 @@ def test_a_loop_that_is_stuck_is_seen(place: Home) -> None:
         trainer.join()
 
 
+@pytest.mark.usefixtures("processes")
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -136,6 +139,7 @@ def test_a_setting_that_cannot_be_met_is_one_sentence_at_the_start(
     assert "Traceback" not in place.log_text()
 
 
+@pytest.mark.usefixtures("processes")
 def test_a_busy_port_is_one_sentence_at_the_start_and_a_private_daemon_goes_on(
     place: Home,
 ) -> None:

@@ -72,6 +72,7 @@ def test_a_buffer_that_cannot_be_written_is_refused() -> None:
         compiled.split(1, 2, 3)
 
 
+@pytest.mark.usefixtures("processes")
 def test_the_codec_works_without_the_compiled_loops() -> None:
     code = """
 import sys

@@ -203,6 +203,7 @@ REQUESTS: dict[str, bytes] = {
 }
 
 
+@pytest.mark.usefixtures("processes")
 @pytest.mark.parametrize(
     ("module", "function", "documents"),
     [
@@ -224,6 +225,7 @@ def test_hostile_documents_are_refused_in_little_memory(
     ] == []
 
 
+@pytest.mark.usefixtures("processes")
 def test_a_plan_at_its_limits_is_read_in_little_memory(tmp_path: Path) -> None:
     """The largest number of objects that passes, in the form that costs most for its
     bytes.

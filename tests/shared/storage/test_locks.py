@@ -61,6 +61,7 @@ def test_readers_share_the_lock_and_exclude_a_deleter(path: Path) -> None:
         assert locks.share(one)
 
 
+@pytest.mark.usefixtures("processes")
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_process_that_may_only_read_delays_deleters_but_no_reader(path: Path, kind: str) -> None:
     with holding(kind, path), opened(path, os.O_RDONLY) as reader, opened(path) as deleter:
@@ -165,6 +166,7 @@ def test_a_forked_child_keeps_no_lock_that_its_parent_has_released(path: Path) -
 # -- naming the holders
 
 
+@pytest.mark.usefixtures("processes")
 @pytest.mark.parametrize("kind", KINDS)
 def test_holders_are_named(path: Path, kind: str) -> None:
     """The kernel keeps no pid for an open file description lock, so that the holder
@@ -208,6 +210,7 @@ def test_a_holder_whose_parent_took_the_lock_and_ended_is_named(path: Path) -> N
             os.close(fd)
 
 
+@pytest.mark.usefixtures("processes")
 def test_some_of_many_holders_are_named_and_the_others_are_counted(path: Path) -> None:
     with ExitStack() as held, opened(path) as fd:
         pids = [held.enter_context(holding("flock-sh", path)) for _ in range(7)]

@@ -43,6 +43,7 @@ def manifest(storage: Repository) -> Path:
     return Path(storage.where()) / "gpt" / TAG / names.MANIFEST
 
 
+@pytest.mark.usefixtures("processes")
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_lock_of_another_user_delays_a_deletion_but_no_reader(
     storage: Repository, kind: str
@@ -58,6 +59,7 @@ def test_a_lock_of_another_user_delays_a_deletion_but_no_reader(
         pass
 
 
+@pytest.mark.usefixtures("processes")
 def test_a_reader_beside_a_lock_of_another_user_is_protected(storage: Repository) -> None:
     """The other process kept the reader from taking the flock, and has ended before the
     deletion.
@@ -143,6 +145,7 @@ def delete_as_nobody(told: Connection, root: str) -> None:
         told.send(str(error))
 
 
+@pytest.mark.usefixtures("processes")
 @pytest.mark.skipif(os.getuid() != 0, reason="becoming another user needs root")
 def test_a_deleter_that_may_not_write_the_manifest_is_told_what_to_do(storage: Repository) -> None:
     heard, told = context().Pipe(duplex=False)

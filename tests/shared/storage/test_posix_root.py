@@ -193,6 +193,7 @@ def become_user() -> None:
     os.setuid(USER)
 
 
+@pytest.mark.usefixtures("processes")
 def test_a_daemon_does_not_save_into_another_users_job_directory(place: Home) -> None:
     if os.getuid():
         pytest.skip("becoming another user needs root")
@@ -243,6 +244,7 @@ def modes(home: Home) -> dict[str, str]:
     return found
 
 
+@pytest.mark.usefixtures("processes")
 @pytest.mark.parametrize(
     ("mask", "directory", "file"), [(0o022, "755", "644"), (0o077, "700", "600")]
 )

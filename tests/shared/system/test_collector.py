@@ -52,6 +52,7 @@ def test_a_collector_that_was_off_stays_off() -> None:
     assert not gc.isenabled()
 
 
+@pytest.mark.usefixtures("processes")
 def test_a_forked_child_does_not_inherit_the_pause() -> None:
     """A data loader forks its workers while another thread plans."""
     code = """

@@ -132,6 +132,7 @@ def _python(code: str, specification: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.usefixtures("processes")
 def test_kill_is_a_sigkill_at_the_point() -> None:
     code = """
 from ckptd.shared.system.failpoints import failpoint
@@ -144,6 +145,7 @@ for n in range(5):
     assert done.stdout == "0\n1\n"
 
 
+@pytest.mark.usefixtures("processes")
 def test_a_typo_in_the_environment_is_an_error_at_import() -> None:
     done = _python("import ckptd.shared.system.failpoints", "comit.written=kill")
     assert done.returncode == 1

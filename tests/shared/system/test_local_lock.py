@@ -41,6 +41,7 @@ def take_and_die(directory: Path) -> None:
         os._exit(0)
 
 
+@pytest.mark.usefixtures("processes")
 def test_the_lock_of_a_dead_process_is_free(directory: Path) -> None:
     process = mp.get_context("spawn").Process(target=take_and_die, args=(directory,))
     process.start()
