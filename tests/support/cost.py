@@ -80,7 +80,7 @@ class Meter:
         self._group, self._started = Group(), set[str]()
         self._file = (directory / f"{os.getpid()}.jsonl").open("a")
         sys.addaudithook(self._audit)
-        BaseProcess.start = self._noted(BaseProcess.start)  # type: ignore[method-assign]
+        BaseProcess.start = self._noted(BaseProcess.start)  # type: ignore[method-assign,assignment]
 
     def _audit(self, event: str, arguments: tuple[Any, ...]) -> None:
         if event in ("subprocess.Popen", "os.posix_spawn"):
