@@ -24,6 +24,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 	$(RUN) -m pip install --quiet --constraint constraints.txt --editable ".[torch,demo,dev]"
 	touch $@
 
+# All acts of the demo, or those that ACTS names, as in `make demo ACTS="1 3"`. The first one shows the main job in half a minute.
 demo: $(INSTALLED)
 	$(RUN) -m examples.demo
 

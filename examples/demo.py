@@ -1,34 +1,33 @@
 """Shows that training under ckptd continues bit for bit after a kill.
 
-`make demo` runs this script in about two minutes.
+`make demo` runs all acts in about two minutes; `make demo ACTS="1 3"` runs only these:
 
-First act: it trains train_gpt.py once without interruption, and once with two deaths at
-random moments. First only the trainer is killed, and must recover from memory. Then
-trainer, daemon and everything in shared memory are lost, and it must recover from
-storage. Second act: the same script on two ranks. One of them is killed, and both must
-recover. Third act: the same on two nodes, and one node is lost with all that is on it
-(two_nodes.py), with a root in a directory and, if SeaweedFS is installed, with one in
-an object store. Fourth act: a node of three is lost while all snapshots are only in
-memory, each on two nodes (lose_a_node.py). Every loss that was ever computed and every
-value in the last checkpoint are compared with those of the uninterrupted runs.
+1. The same training runs twice, side by side, in one process each. One run is left
+   alone, as the reference. The other is killed at two random moments. First only the
+   trainer is killed, and must recover from memory. Then trainer, daemon and everything
+   in shared memory are lost, and it must recover from storage.
+2. It trains on two ranks with FSDP. One is killed, and both must recover.
+3. It trains on two nodes, and one is lost with all that is on it (two_nodes.py). The
+   root is in an object store if SeaweedFS is installed, and otherwise in a directory.
+4. It trains on three nodes, and one is lost while all snapshots are only in memory, each
+   on two nodes (lose_a_node.py).
 
-The exit code is 0 only if nothing differs and both recoveries came from the expected
-place. The script leaves roots, logs and losses.png in --out, and deletes what an
-earlier demo left there.
+Every loss that was ever computed and every value in the last checkpoint are compared
+with those of the uninterrupted runs. The exit code is 0 only if nothing differs and each
+recovery came from the expected place. The script leaves roots, logs and losses.png in
+--out, and deletes what an earlier demo left there.
 """
 
 from __future__ import annotations
 
-import argparse
 import os
 import random
-import secrets
 import shutil
 import signal
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
@@ -38,130 +37,63 @@ from ckptd.shared.location import Url
 from examples import lose_a_node
 from examples.nodes import refusal
 from examples.runs import (
-    RECOVERED,
-    Act,
-    DemoFailed,
+    Kill,
     Run,
-    check_checkpoints,
-    check_losses,
+    compare,
     end_process,
-    print_table,
+    judged,
+    newest,
+    parser,
+    place,
+    running,
     say,
-    wipe,
+    train_alone,
 )
-from examples.two_nodes import ARGUMENTS as ARGUMENTS_ON_NODES
 from examples.two_nodes import STEPS as STEPS_ON_NODES
-from examples.two_nodes import on_two_nodes, third_act
+from examples.two_nodes import lose_second_node, on_one_node, on_two_nodes
 
-# A third of a second a step on two idle cores.
-STEPS, ARGUMENTS = 40, "--every 8 --batch 4 --context 96"
-
-
-def train_without_kills(run: Run) -> float:
-    """Train the reference run without interruption.
-
-    Return the seconds that a step takes.
-    """
-    say(f"Training {run.steps} steps without interruption, as the reference.")
-    run.start()
-    run.wait_for(1)
-    begun = time.monotonic()
-    run.wait_for(run.steps)
-    took = time.monotonic() - begun
-    run.wait_for_end()
-    return took / (run.steps - 1)
+# A step takes a tenth of a second on two idle cores.
+STEPS, ARGUMENTS = 40, "--every 8 --batch 4 --context 64 --layers 4 --width 256"
 
 
-def kill_trainer(run: Run, step: int, delay: float) -> Act:
+def kill_trainer(run: Run, step: int, delay: float) -> Kill:
     """Kill the trainer `delay` seconds after `step` has begun.
 
     The daemon continues to run, and still has the last snapshot in memory.
     """
     run.wait_for(step - 1)
+    run.wait_until(lambda: newest(run.status(), "last_sealed") > 0, "a snapshot was in memory")
     time.sleep(delay)
     at = run.kill()
     say(f"Killed the trainer in the middle of step {at}. Starting it again.")
-    return start_again(run, "trainer", at, "memory", daemon_says(run)["jobs"][0]["last_sealed"])
+    known = newest(run.status(), "last_sealed")
+    run.start()
+    return run.recovery("trainer", at, "memory", known)
 
 
-def kill_everything(run: Run, step: int, delay: float) -> Act:
+def kill_everything(run: Run, step: int, delay: float) -> Kill:
     """Kill and remove what the loss of a node would take along: trainer, daemon and
     shared memory. Storage stays.
     """
-    run.wait_for(step - 4)
-    said = daemon_says(run)
     run.wait_for(step - 1)
+    run.wait_until(lambda: newest(run.status(), "last_durable") > 0, "a checkpoint was in storage")
     time.sleep(delay)
+    status = run.status()
     # So that it cannot notice the death of the trainer: both end at the same moment.
-    os.kill(said["pid"], signal.SIGSTOP)
+    os.kill(status["pid"], signal.SIGSTOP)
     at = run.kill()
-    end_process(said["pid"], signal.SIGKILL)
+    end_process(status["pid"], signal.SIGKILL)
     freed = sum(file.stat().st_size for file in run.slots.iterdir())
     shutil.rmtree(run.slots)
     say(
         f"Killed trainer and daemon in the middle of step {at}, and removed {freed / 1e6:.0f} MB "
         f"from shared memory. Starting again."
     )
-    return start_again(run, "trainer and daemon", at, "storage", said["jobs"][0]["last_durable"])
-
-
-def kill_one_rank(run: Run, rank: int, step: int, delay: float) -> Act:
-    """Kill a rank `delay` seconds after `step` has begun. torchrun ends the other rank.
-
-    Then both are started again.
-    """
-    run.wait_for(step - 1)
-    time.sleep(delay)
-    at = run.kill_rank(rank)
-    say(f"Killed rank {rank} of {run.ranks} in the middle of step {at}. Starting both again.")
-    return start_again(
-        run, f"rank {rank} of {run.ranks}", at, "memory", daemon_says(run)["jobs"][0]["last_sealed"]
-    )
-
-
-def daemon_says(run: Run) -> dict[str, Any]:
-    status = run.status()
-    if status is None or not status["jobs"]:
-        raise DemoFailed(f"the daemon of {run.root} does not answer")
-    return status
-
-
-def start_again(run: Run, killed: str, at: int, source: str, known: dict[str, Any] | None) -> Act:
-    """Start the trainer again.
-
-    Raises DemoFailed unless it recovers from `source`, and no older step than the
-    daemon reported.
-    """
-    before = len(RECOVERED.findall(run.printed()))
     run.start()
-    run.wait_until(
-        lambda: len(RECOVERED.findall(run.printed())) >= before + run.ranks,
-        "every rank had recovered",
-    )
-    found = RECOVERED.findall(run.printed())[before:]
-    if len({(step, attempt, tier) for step, attempt, tier, _ in found}) != 1:
-        raise DemoFailed(f"the ranks have recovered different things: {found}")
-    step, attempt, tier, seconds = found[0]
-    act = Act(
-        killed=killed,
-        at=at,
-        step=int(step),
-        attempt=int(attempt),
-        source=tier,
-        seconds=float(seconds),
-    )
-    say(
-        f"It has recovered step {act.step} of attempt {act.attempt} from {act.source} in "
-        f"{act.seconds:.2f} s."
-    )
-    if act.source != source:
-        raise DemoFailed(f"it should have come from {source}")
-    if known is None or act.step < known["step"]:
-        raise DemoFailed(f"the daemon had {known} before")
-    return act
+    return run.recovery("trainer and daemon", at, "storage", newest(status, "last_durable"))
 
 
-def plot(file: Path, reference: Run, interrupted: Run, acts: list[Act]) -> None:
+def plot(file: Path, reference: Run, interrupted: Run, kills: list[Kill]) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
@@ -185,12 +117,12 @@ def plot(file: Path, reference: Run, interrupted: Run, acts: list[Act]) -> None:
         linestyle="--",
         label="killed twice",
     )
-    for act, side, height in zip(acts, ("left", "right"), (0.97, 0.75), strict=True):
-        axes.axvspan(act.step, act.at, color="#d62728", alpha=0.08, linewidth=0)
-        axes.axvline(act.at, color="#d62728", linewidth=1.2)
+    for kill, side, height in zip(kills, ("left", "right"), (0.97, 0.75), strict=True):
+        axes.axvspan(kill.step, kill.at, color="#d62728", alpha=0.08, linewidth=0)
+        axes.axvline(kill.at, color="#d62728", linewidth=1.2)
         text = (
-            f"killed {act.killed}\nback to step {act.step}\nfrom {act.source} in "
-            f"{act.seconds:.2f} s"
+            f"killed {kill.killed}\nback to step {kill.step}\nfrom {kill.source} in "
+            f"{kill.seconds:.2f} s"
         )
         beside = (6 if side == "left" else -6, 0)
         where: dict[str, Any] = {
@@ -202,7 +134,7 @@ def plot(file: Path, reference: Run, interrupted: Run, acts: list[Act]) -> None:
         }
         axes.annotate(
             text,
-            (act.at, height),
+            (kill.at, height),
             bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.85},
             **where,
         )
@@ -216,47 +148,105 @@ def plot(file: Path, reference: Run, interrupted: Run, acts: list[Act]) -> None:
     figure.savefig(file, dpi=120)
 
 
-def first_act(out: Path, reference: Run, interrupted: Run, chance: random.Random) -> None:
-    seconds = train_without_kills(reference)
-    say(f"Training the same in another root, to be killed. A step takes {seconds:.2f} s.")
-    interrupted.start()
-    acts = [
-        kill_trainer(
-            interrupted,
-            chance.randrange(STEPS // 3, STEPS // 2),
-            chance.uniform(0.1, 0.9) * seconds,
-        ),
-        kill_everything(
-            interrupted,
-            chance.randrange(STEPS * 2 // 3, STEPS - 4),
-            chance.uniform(0.1, 0.9) * seconds,
-        ),
-    ]
-    compare(reference, interrupted, acts)
-    if find_spec("matplotlib"):
-        plot(out / "losses.png", reference, interrupted, acts)
-        print(f"The losses of both runs: {out / 'losses.png'}")
-    print(f"What was saved: ckptd ls {interrupted.root}")
+class Demo:
+    """The acts, and what they share: a directory, random moments, and the run on two ranks
+    that is not interrupted.
+    """
+
+    def __init__(self, out: Path, seed: int) -> None:
+        self.out, self.chance = out, random.Random(seed)
+        self.on_two_ranks = on_one_node(out, "ranks-reference")
+
+    def one_process(self) -> None:
+        alone, killed = (
+            Run(self.out, name, STEPS, ARGUMENTS) for name in ("reference", "interrupted")
+        )
+        with running(self.out, alone, killed):
+            say(
+                f"Training {STEPS} steps twice, side by side. One run is the reference, the other "
+                f"one will be killed twice."
+            )
+            alone.start()
+            killed.start()
+            kills = [
+                kill_trainer(
+                    killed,
+                    self.chance.randrange(STEPS // 3, STEPS // 2),
+                    self.chance.uniform(0, 0.1),
+                ),
+                kill_everything(
+                    killed,
+                    self.chance.randrange(STEPS * 2 // 3, STEPS * 4 // 5),
+                    self.chance.uniform(0, 0.1),
+                ),
+            ]
+            compare(alone, killed, *kills)
+        if find_spec("matplotlib"):
+            plot(self.out / "losses.png", alone, killed, kills)
+            print(f"The losses of both runs: {place(self.out / 'losses.png')}")
+        command = place(Path(sys.executable).with_name("ckptd"))
+        print(f"What was saved: {command} ls {place(killed.root)}")
+        print(f"How they differ: {command} diff {place(alone.job)} {place(killed.job)}")
+
+    def two_ranks(self) -> None:
+        killed = on_one_node(self.out, "ranks-interrupted", restarts=1)
+        with running(self.out, killed):
+            train_alone(self.on_two_ranks)
+            say("Training the same in another root. One rank will be killed.")
+            killed.start()
+            step = self.chance.randrange(STEPS_ON_NODES // 3, STEPS_ON_NODES * 2 // 3)
+            rank = self.chance.randrange(killed.ranks)
+            killed.wait_for(step - 1)
+            killed.wait_until(
+                lambda: newest(killed.status(), "last_sealed") > 0, "a snapshot was in memory"
+            )
+            time.sleep(self.chance.uniform(0, 0.1))
+            at = killed.kill_rank(rank)
+            say(f"Killed rank {rank} in the middle of step {at}. torchrun starts both ranks again.")
+            known = newest(killed.status(), "last_sealed")
+            compare(
+                self.on_two_ranks, killed, killed.recovery(f"rank {rank} of 2", at, "memory", known)
+            )
+
+    def two_nodes(self) -> None:
+        with object_store() as root:
+            if root is not None:
+                say("The root is in an object store: SeaweedFS, on this machine.")
+            killed = on_two_nodes(self.out, "nodes", root)
+            with running(self.out, killed):
+                lose_second_node(self.on_two_ranks, killed, self.chance)
+
+    def three_nodes(self) -> None:
+        alone, killed = lose_a_node.runs(self.out)
+        with running(self.out, alone, killed):
+            lose_a_node.lose_a_node(alone, killed, self.chance)
 
 
-def second_act(reference: Run, interrupted: Run, chance: random.Random) -> float:
-    print()
-    say(f"Now on {reference.ranks} ranks, with FSDP.")
-    seconds = train_without_kills(reference)
-    say(
-        f"Training the same in another root; one rank will be killed. A step takes {seconds:.2f} s."
-    )
-    interrupted.start()
-    step, rank = (
-        chance.randrange(STEPS_ON_NODES // 2, STEPS_ON_NODES - 3),
-        chance.randrange(reference.ranks),
-    )
-    compare(
-        reference,
-        interrupted,
-        [kill_one_rank(interrupted, rank, step, chance.uniform(0.1, 0.9) * seconds)],
-    )
-    return seconds
+ACTS: dict[int, tuple[str, Callable[[Demo], None]]] = {
+    1: ("one process, killed twice", Demo.one_process),
+    2: ("two ranks with FSDP, of which one is killed", Demo.two_ranks),
+    3: ("two nodes, of which one is lost", Demo.two_nodes),
+    4: ("three nodes, of which one is lost while nothing is in storage", Demo.three_nodes),
+}
+ON_NODES = {3, 4}
+
+
+def chosen(text: str | None) -> list[int]:
+    """Return the acts that the variable ACTS names, or all if it is None.
+
+    Exits with a sentence if the text is empty or names something else.
+    """
+    if text is None:
+        return list(ACTS)
+    words = text.replace(",", " ").split()
+    wrong = [word for word in words if word not in map(str, ACTS)]
+    if wrong or not words:
+        sys.exit(
+            f"ACTS {f'names {wrong[0]!r}' if wrong else 'is empty'}, but the acts are "
+            f'{", ".join(map(str, ACTS))}: name some of them, as in ACTS=1 or ACTS="1 3", or leave '
+            f"ACTS out to run all."
+        )
+    return sorted(set(map(int, words)))
 
 
 @contextmanager
@@ -281,67 +271,26 @@ def object_store() -> Iterator[Url | None]:
         yield Url("s3", "bucket", ("demo",))
 
 
-def compare(reference: Run, interrupted: Run, acts: list[Act]) -> None:
-    interrupted.wait_for_end()
-    say("It has come to its end. Comparing.")
-    print_table([act.row() for act in acts])
-    computed = check_losses(reference, interrupted)
-    print(f"{computed} losses computed for {reference.steps} steps: 0 differ from the reference.")
-    print(
-        f"{check_checkpoints(reference, interrupted)} tensors and values in the last checkpoint: "
-        f"0 differ."
-    )
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description="Kill a training run twice and compare it with one that was not killed."
-    )
-    parser.add_argument("--out", type=Path, default=Path("demo-output"))
-    parser.add_argument(
-        "--seed",
-        type=int,
-        default=secrets.randbelow(10_000),
-        help="of the moments of the kills; default: by chance",
-    )
-    args = parser.parse_args()
-    out = Path(os.path.abspath(args.out))
-    runs = [Run(out, name, STEPS, ARGUMENTS) for name in ("reference", "interrupted")]
-    runs += [
-        Run(out, f"ranks-{name}", STEPS_ON_NODES, ARGUMENTS_ON_NODES, ranks=2)
-        for name in ("reference", "interrupted")
-    ]
-    runs.append(nodes := on_two_nodes(out, "nodes"))
-    runs += (lost := lose_a_node.runs(out))
-    chance = random.Random(args.seed)
-    # So that no process is left running after an error either.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    say(f"Kills are at random moments; the same again with --seed {args.seed}.")
-    try:
-        wipe(out, *runs)
-        first_act(out, runs[0], runs[1], chance)
-        seconds = second_act(runs[2], runs[3], chance)
-        if why := refusal():
-            say(f"The acts on several nodes are left out: {why}.")
-        else:
-            print()
-            third_act(runs[2], nodes, chance, seconds)
-            with object_store() as root:
-                if root is not None:
-                    print()
-                    say("The same again with a root in an object store, SeaweedFS on this machine.")
-                    runs.append(in_store := on_two_nodes(out, "nodes-in-store", root))
-                    third_act(runs[2], in_store, chance, seconds)
-            print()
-            lose_a_node.act(*lost, chance)
-    except DemoFailed as failure:
-        sys.exit(f"FAILED: {failure}")
-    except KeyboardInterrupt:
-        sys.exit(130)
-    finally:
-        for run in runs:
-            run.end()
-    say("Everything came back as it was.")
+    args = parser(
+        "Kill training runs and compare them with runs that were not killed. The variable ACTS "
+        "selects the acts; default: all."
+    ).parse_args()
+    acts = chosen(os.environ.get("ACTS"))
+    repeat = f"{place(Path(sys.executable))} -m examples.demo --seed {args.seed}"
+    say(f"Kills come at random moments. The same ones again: {repeat}")
+    if not ON_NODES.isdisjoint(acts) and (why := refusal()):
+        say(f"Acts 3 and 4 are left out: {why}.")
+        acts = [act for act in acts if act not in ON_NODES]
+        if not acts:
+            sys.exit("FAILED: no act is left")
+    demo = Demo(args.out, args.seed)
+    with judged(), running(args.out, demo.on_two_ranks):
+        for act in acts:
+            title, show = ACTS[act]
+            print(f"\nAct {act}: {title}")
+            show(demo)
+        print()
 
 
 if __name__ == "__main__":

@@ -43,11 +43,13 @@ def megabytes(count: int) -> str:
 
 
 def described(recovered: Recovered) -> str:
-    """Return what came back, and where this rank has read it."""
+    """Return what came back, and where this rank has read it.
+
+    A rank reads from storage only what no memory holds.
+    """
     return (
-        f"step {recovered.step} came back from {recovered.source}: "
-        f"{megabytes(recovered.memory_bytes)} from the memory of its own node, "
-        f"{megabytes(recovered.peer_bytes)} from that of other nodes"
+        f"step {recovered.step} came back, {megabytes(recovered.memory_bytes)} from the memory of "
+        f"its own node and {megabytes(recovered.peer_bytes)} from that of other nodes"
     )
 
 

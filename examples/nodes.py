@@ -21,7 +21,15 @@ from typing import Any
 import psutil
 
 from ckptd.shared.location import Location
-from examples.runs import NOT_FOR_THE_TRAINER, SETTINGS, TRAINER, DemoFailed, Run, status_of
+from examples.runs import (
+    NOT_FOR_THE_TRAINER,
+    SETTINGS,
+    TRAINER,
+    DemoFailed,
+    Run,
+    newest,
+    status_of,
+)
 
 _SPACES = (
     "--user",
@@ -129,13 +137,9 @@ class Node:
             self._daemon.wait()
         shutil.rmtree(self._place, ignore_errors=True)
 
-    def last_durable(self) -> dict[str, Any]:
-        """Return the newest checkpoint that the daemon of this node knows."""
-        jobs: list[dict[str, Any]] = status_of(self.socket).get("jobs", [])
-        if not jobs or jobs[0]["last_durable"] is None:
-            raise DemoFailed(f"the daemon of {self.name} knows no checkpoint")
-        durable: dict[str, Any] = jobs[0]["last_durable"]
-        return durable
+    def last_durable(self) -> int:
+        """Return the newest step in storage that the daemon of this node knows, or 0."""
+        return newest(status_of(self.socket), "last_durable")
 
 
 class NodesRun(Run):
@@ -177,6 +181,7 @@ class NodesRun(Run):
         """Start torchrun on all nodes, as on several machines."""
         with socket.create_server(("127.0.0.1", 0)) as free:
             self._port = free.getsockname()[1]
+        self._printed_before = len(self.printed())
         for number in range(len(self.nodes)):
             self.join(number)
         self._trainer = self._torchruns[0]
@@ -206,13 +211,13 @@ class NodesRun(Run):
                         process.kill()
                 torchrun.kill()
             torchrun.wait()
-        return max((step for step, _ in self.computed()), default=0) + 1
+        return self.computing()
 
     def lose(self, number: int) -> int:
         """Lose a node with everything on it. Return the step that was being computed."""
         self.nodes[number].lose()
         self._torchruns.pop(number).wait()
-        return max((step for step, _ in self.computed()), default=0) + 1
+        return self.computing()
 
     def end_ranks(self) -> None:
         """Wait until torchrun on the nodes that are left has ended its rank, and end

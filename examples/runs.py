@@ -17,16 +17,18 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from argparse import ArgumentParser
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
+from secrets import randbelow
 from typing import Any
 
 import psutil
-import torch
 
-from ckptd import Checkpoint
+import ckptd
+from ckptd.daemon.commands.neighbours import daemon_status
 from ckptd.shared import names
 from ckptd.shared.system import machine
 
@@ -40,6 +42,9 @@ SETTINGS = {
     # Buffer alignment may not matter either (oneMKL, "Getting Reproducible Results with
     # Conditional NR").
     "MKL_CBWR": "AUTO,STRICT",
+    # Ranks that torchrun 2.13 starts again, or on a new node, would find the addresses of
+    # dead ranks in its store.
+    "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
 }
 NOT_FOR_THE_TRAINER = ("CKPTD_ROOT", "CKPTD_SOCKET", "CKPTD_JOB", "CKPTD_CONFIG")
 # Ranks may share a line.
@@ -48,6 +53,7 @@ RECOVERED = re.compile(
 )
 HEADINGS = ("killed", "in step", "back to step", "from", "within", "redone")
 BEGUN = time.monotonic()
+_SECONDS = 60.0
 
 
 class DemoFailed(Exception):
@@ -55,15 +61,12 @@ class DemoFailed(Exception):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Act:
-    """One kill: what was killed, which step was being computed, and what the next
-    attempt recovered.
-    """
+class Kill:
+    """One kill: what was killed, which step was being computed, and what was recovered."""
 
     killed: str
     at: int
     step: int
-    attempt: int
     source: str
     seconds: float
 
@@ -79,17 +82,28 @@ class Act:
 
 
 def status_of(socket: Path) -> dict[str, Any]:
-    """Return what `ckptd status` reports of the daemon at this socket."""
-    command = [sys.executable, "-m", "ckptd.daemon", "status", "--json", "--socket", str(socket)]
-    said: dict[str, Any] = json.loads(subprocess.run(command, stdout=subprocess.PIPE).stdout)
-    return said
+    """Return what `ckptd status --json` prints of the daemon at this socket, or {} if no
+    daemon answers.
+    """
+    try:
+        return daemon_status(socket)
+    except ckptd.CkptdError:
+        return {}
+
+
+def newest(status: dict[str, Any], kind: str) -> int:
+    """Return the newest step that a daemon has in memory ("last_sealed") or in storage
+    ("last_durable"), given its status. 0: none.
+    """
+    jobs = status.get("jobs")
+    return (jobs[0][kind] or {"step": 0})["step"] if jobs else 0
 
 
 class Run:
     """One training run in a root of its own.
 
     `start` it, `wait_for` a step, `kill` it, `start` it again, `wait_for_end`, and
-    `end`.
+    `end`. `restarts`: how often torchrun starts the ranks again by itself.
     """
 
     def __init__(
@@ -100,8 +114,9 @@ class Run:
         arguments: str,
         ranks: int = 1,
         trainer: Path = TRAINER,
+        restarts: int = 0,
     ) -> None:
-        self.steps, self.ranks, self.trainer = steps, ranks, trainer
+        self.steps, self.ranks, self.trainer, self.restarts = steps, ranks, trainer, restarts
         self._arguments = f"--steps {steps} {arguments}".split()
         self.root, self.log, self.losses, self.lines = (
             out / f"{name}{suffix}" for suffix in ("", ".log", ".json", ".json.jsonl")
@@ -110,6 +125,7 @@ class Run:
             self.root
         )
         self._trainer: subprocess.Popen[bytes] | None = None
+        self._printed_before = 0
 
     def start(self) -> None:
         """Start the run, always with a private daemon, whatever the environment of this
@@ -117,21 +133,14 @@ class Run:
         """
         others = {key: value for key, value in os.environ.items() if key not in NOT_FOR_THE_TRAINER}
         launcher = [
-            "-m",
-            "torch.distributed.run",
-            "--standalone",
-            "--nproc-per-node",
-            str(self.ranks),
-        ]
+            "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(self.ranks),
+            "--max-restarts", str(self.restarts),
+        ]  # fmt: skip
         command = [
-            sys.executable,
-            *(launcher if self.ranks > 1 else []),
-            str(self.trainer),
-            "--root",
-            str(self.root),
-            "--losses",
-            str(self.losses),
-        ]
+            sys.executable, *(launcher if self.ranks > 1 else []),
+            str(self.trainer), "--root", str(self.root), "--losses", str(self.losses),
+        ]  # fmt: skip
+        self._printed_before = len(self.printed())
         with open(self.log, "ab") as log:
             self._trainer = subprocess.Popen(
                 [*command, *self._arguments],
@@ -140,6 +149,11 @@ class Run:
                 stderr=log,
                 env=SETTINGS | others,
             )
+
+    @property
+    def job(self) -> Path:
+        """The directory of the job in the root."""
+        return self.root / self.trainer.stem
 
     def wait_until(self, met: Callable[[], bool], what: str) -> None:
         """Wait until the condition holds. Raises DemoFailed if the trainer ends before."""
@@ -181,12 +195,29 @@ class Run:
             int(step): float(loss) for step, loss in json.loads(self.losses.read_text()).items()
         }
 
-    def status(self) -> dict[str, Any] | None:
-        """Return what `ckptd status` reports of the private daemon, or None if there is
-        none.
+    def status(self) -> dict[str, Any]:
+        """Return the status of the private daemon, or {} if there is none."""
+        return status_of(machine.private_socket(self.root))
+
+    def recovery(self, killed: str, at: int, source: str, known: int) -> Kill:
+        """Wait until every rank has recovered since the last `start`.
+
+        Raises DemoFailed unless all of them have recovered the same step, from `source`,
+        and no older one than `known`, which the daemon had reported.
         """
-        said = status_of(machine.private_socket(self.root))
-        return said if said.get("ready") else None
+
+        def found() -> list[tuple[str, ...]]:
+            return RECOVERED.findall(self.printed()[self._printed_before :])
+
+        self.wait_until(lambda: len(found()) >= self.ranks, "every rank had recovered")
+        (step, _, tier, seconds), *others = found()
+        kill = Kill(killed=killed, at=at, step=int(step), source=tier, seconds=float(seconds))
+        say(f"Recovered step {kill.step} from {kill.source} in {kill.seconds:.2f} s.")
+        if any((step, tier) != (other[0], other[2]) for other in others):
+            raise DemoFailed(f"the ranks have recovered different things: {found()}")
+        if kill.source != source or kill.step < known:
+            raise DemoFailed(f"step {known} or a newer one should have come from {source}")
+        return kill
 
     def processes(self) -> list[psutil.Process]:
         """Return the processes of the ranks, in the order of ranks."""
@@ -199,13 +230,17 @@ class Run:
         )
 
     def kill_rank(self, rank: int) -> int:
-        """SIGKILL one rank; torchrun ends the others and itself.
+        """SIGKILL one rank, and wait until torchrun has ended the others.
 
         Return the step that they were computing.
         """
-        assert self._trainer is not None
-        self.processes()[rank].kill()
-        self._trainer.wait()
+        processes = self.processes()
+        processes[rank].kill()
+        psutil.wait_procs(processes, timeout=_SECONDS)
+        return self.computing()
+
+    def computing(self) -> int:
+        """Return the step after the last one whose loss was written."""
         return max((step for step, _ in self.computed()), default=0) + 1
 
     def kill(self) -> int:
@@ -220,7 +255,7 @@ class Run:
             for process in others:
                 with contextlib.suppress(psutil.NoSuchProcess):
                     process.kill()
-        return max((step for step, _ in self.computed()), default=0) + 1
+        return self.computing()
 
     def end(self) -> None:
         """End all processes and free their shared memory.
@@ -228,7 +263,7 @@ class Run:
         The daemon may finish its work first.
         """
         self.kill()
-        if (status := self.status()) is not None:
+        if status := self.status():
             end_process(status["pid"], signal.SIGTERM)
         shutil.rmtree(self.slots, ignore_errors=True)
 
@@ -238,12 +273,62 @@ def end_process(pid: int, number: signal.Signals) -> None:
     with contextlib.suppress(ProcessLookupError):
         descriptor = os.pidfd_open(pid)
         signal.pidfd_send_signal(descriptor, number)
-        select.select([descriptor], [], [], 60)
+        select.select([descriptor], [], [], _SECONDS)
         os.close(descriptor)
 
 
 def say(text: str) -> None:
     print(f"{time.monotonic() - BEGUN:5.1f} s  {text}", flush=True)
+
+
+def place(path: Path) -> Path:
+    """Return the path as a user types it in this directory."""
+    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+
+
+def parser(description: str) -> ArgumentParser:
+    """Return a parser with the options that all demonstrations have."""
+    made = ArgumentParser(description=description)
+    made.add_argument(
+        "--out",
+        type=lambda text: Path(os.path.abspath(text)),
+        default="demo-output",
+        help="directory for roots, logs and losses; default: %(default)s",
+    )
+    made.add_argument(
+        "--seed",
+        type=int,
+        default=randbelow(10_000),
+        help="seed of the moments of the kills; default: random",
+    )
+    return made
+
+
+@contextlib.contextmanager
+def running(out: Path, *runs: Run) -> Iterator[None]:
+    """Context manager. Removes what an earlier demo left of these runs, and ends them."""
+    try:
+        wipe(out, *runs)
+        yield
+    finally:
+        for run in runs:
+            run.end()
+
+
+@contextlib.contextmanager
+def judged() -> Iterator[None]:
+    """Context manager. Turns the outcome of a demonstration into a last sentence and an
+    exit code.
+    """
+    # So that no process is left running after an error either.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    try:
+        yield
+    except DemoFailed as failure:
+        sys.exit(f"FAILED: {failure}")
+    except KeyboardInterrupt:
+        sys.exit(130)
+    say("Everything came back as it was.")
 
 
 def wipe(out: Path, *runs: Run) -> None:
@@ -253,11 +338,32 @@ def wipe(out: Path, *runs: Run) -> None:
     out.mkdir(parents=True, exist_ok=True)
     for run in runs:
         run.end()
-        if (run.root / names.CONTROL).exists():  # otherwise the directory was not made by a demo
+        # Otherwise the root was not made by a demo.
+        if run.root.parent == out and (run.root / names.CONTROL).exists():
             shutil.rmtree(run.root)
         for file in (run.log, run.losses, run.lines):
             file.unlink(missing_ok=True)
-    (out / "losses.png").unlink(missing_ok=True)
+
+
+def train_alone(run: Run) -> None:
+    """Train a reference run to its end, unless an earlier act has done so."""
+    if not run.losses.exists():
+        say(f"Training {run.steps} steps without interruption, as the reference.")
+        run.start()
+        run.wait_for_end()
+
+
+def compare(reference: Run, interrupted: Run, *kills: Kill) -> None:
+    """Wait for the end of both runs, and compare them. Raises DemoFailed if they differ."""
+    for run in (reference, interrupted):
+        run.wait_for_end()
+    say("The training has ended. Comparing it with the reference.")
+    if kills:
+        print_table([kill.row() for kill in kills])
+    computed = check_losses(reference, interrupted)
+    print(f"{computed} losses computed for {reference.steps} steps: 0 differ from the reference.")
+    count = check_checkpoints(reference, interrupted)
+    print(f"{count} tensors and values in the last checkpoint: 0 differ.", flush=True)
 
 
 def check_losses(reference: Run, interrupted: Run) -> int:
@@ -291,8 +397,8 @@ def check_checkpoints(reference: Run, interrupted: Run) -> int:
     Return the number of tensors and values.
     """
     with (
-        Checkpoint.open(reference.root / reference.trainer.stem) as a,
-        Checkpoint.open(interrupted.root / interrupted.trainer.stem) as b,
+        ckptd.Checkpoint.open(reference.job) as a,
+        ckptd.Checkpoint.open(interrupted.job) as b,
     ):
         if (a.step, b.step) != (reference.steps, reference.steps):
             raise DemoFailed(
@@ -307,7 +413,7 @@ def check_checkpoints(reference: Run, interrupted: Run) -> int:
 
 
 def leaves(tree: Any, path: str = "") -> dict[str, bytes]:
-    """Yield every tensor and plain value of a nested state as bytes, with its path."""
+    """Return every tensor and plain value of a nested state as bytes, by its path."""
     if isinstance(tree, (dict, list, tuple)):
         items = tree.items() if isinstance(tree, dict) else enumerate(tree)
         return {
@@ -315,7 +421,8 @@ def leaves(tree: Any, path: str = "") -> dict[str, bytes]:
             for key, item in items
             for name, leaf in leaves(item, f"{path}.{key}").items()
         }
-    return {path: tree.numpy().tobytes() if isinstance(tree, torch.Tensor) else repr(tree).encode()}
+    # Without `import torch`, so that the first line of a demo does not wait for it.
+    return {path: tree.numpy().tobytes() if hasattr(tree, "numpy") else repr(tree).encode()}
 
 
 def print_table(rows: list[tuple[str, ...]]) -> None:

@@ -107,16 +107,15 @@ def test_a_run_on_two_ranks_of_which_one_is_killed_gives_the_same_losses(
 ) -> None:
     monkeypatch.setenv("CKPTD_IDLE_TIMEOUT", "1")
     whole, killed = (
-        Run(tmp_path, name, 12, " ".join(TINY[:8]) + " --every 4", ranks=2)
-        for name in ("whole", "killed")
+        Run(tmp_path, name, 12, " ".join(TINY[:8]) + " --every 4", ranks=2, restarts=restarts)
+        for name, restarts in (("whole", 0), ("killed", 1))
     )
     try:
         whole.start()
         whole.wait_for_end()
         killed.start()
         killed.wait_for(8)
-        killed.kill_rank(1)
-        killed.start()
+        killed.kill_rank(1)  # torchrun starts both ranks again
         killed.wait_for_end()
         came_back = RECOVERED.findall(killed.printed())
         assert len(came_back) == 2
