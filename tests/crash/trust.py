@@ -60,6 +60,7 @@ from tests.crash import (
     users,
 )  # fmt: skip
 from tests.oracle import runner as oracle
+from tests.support import interleavings, node_model, store_model
 from tests.support.seen_chains import CHAINS
 
 LANES = 2
@@ -359,6 +360,15 @@ RIGS: dict[str, Rig] = {
     ),
     "oracle-ranks": Rig(
         Alike("recoveries on two ranks", "pairs of programs", oracle.run_spread), (2000,)
+    ),
+    "model-engine": Rig(
+        Alike("orders of events in the engine", "lives", interleavings.run), (20_000,)
+    ),
+    "model-nodes": Rig(
+        Alike("model of several nodes", "states and events", node_model.run), (10_000_000,)
+    ),
+    "model-store": Rig(
+        Alike("model of a shared storage", "lives of a job", store_model.run), (20_000,)
     ),
 }
 """The rigs, by the name that `--only` takes. The two tasks of `guards` come first: they

@@ -5,7 +5,7 @@ whatever the order.
 seals, gives back, passes over, persists, detaches, loses its connection, comes back or
 dies; a read, a save, a claim or a record ends or fails; time passes; the daemon is
 killed and starts again. `World.end` lets everybody leave. Both raise Violated, with all
-events so far, if an invariant does not hold.
+events so far, if an invariant does not hold. `run` lives one life after another.
 """
 
 from __future__ import annotations
@@ -13,10 +13,12 @@ from __future__ import annotations
 import asyncio
 import os
 import random
+import time
 from collections import Counter, defaultdict
 from collections.abc import Coroutine
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 from ckptd.daemon.job.catalog import Job, Step
 from ckptd.daemon.job.ranks import Owner
@@ -27,6 +29,7 @@ from ckptd.shared.wire.lifecycle import Event, SnapshotState
 from tests.support.core import MEMORY_TTL, PLAN_TIMEOUT, RANK_TIMEOUT, Client, Core, Segment, Work
 
 DISK = "the disk is full"
+EVENTS = 120  # of a life
 
 
 class Violated(AssertionError):
@@ -721,3 +724,33 @@ class World:
         if any(what):
             self.violated(f"something is left: {what}")
         core.close()
+
+
+def run(count: int, number: int, seconds: float) -> tuple[Counter[str], list[str]]:
+    """Live `count` lives, or as many as the time allows. `number` is the seed.
+
+    Return how often what happened in them, and the first invariant that did not hold.
+    """
+    tried, end, first = Counter[str](), time.monotonic() + seconds, number * 1_000_000
+    move = Snapshot.move
+    for seed in range(first, first + count):
+        world = World(seed)
+
+        def moved(snapshot: Snapshot, event: Event, world: World = world) -> None:
+            world.moving(snapshot, event)
+            move(snapshot, event)
+
+        try:
+            with mock.patch.object(Snapshot, "move", moved):
+                world.live(EVENTS)
+                world.drain() if seed % 4 == 0 else world.end()
+        except Violated as violated:
+            return tried, [str(violated)]
+        except Exception as error:
+            error.add_note(f"in the life with seed {seed}")
+            raise
+        tried["lives"] += 1
+        tried.update({f" {kind}": often for kind, often in world.counts.items()})
+        if time.monotonic() >= end:
+            break
+    return tried, []

@@ -16,7 +16,8 @@ copy is made is that of `daemon/engine/peer_copies.py`. A `Rules` object names t
 decisions, so that a test can switch one off and see that the search finds what it
 prevents.
 
-`python -m tests.support.node_model --most 10000000` searches longer than the tests.
+`run` searches random jobs, and `python -m tests.support.node_model --most 10000000`
+large ones.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ import itertools
 import random
 import resource
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -638,7 +639,39 @@ def _any_model(chance: random.Random) -> Model:
     )
 
 
+def _small_model(chance: random.Random) -> Model:
+    """Return a model of two nodes that take 2 or 3 steps, with or without copies."""
+    steps, copies = chance.choice((2, 3)), chance.random() < 0.6
+    return Model(
+        persist=tuple(chance.random() < 0.5 for _ in range(steps)),
+        replicate=tuple(chance.random() < 0.6 for _ in range(steps)) if copies else (),
+        slots=3 if copies else 2,
+        losses=chance.choice((0, 1)),
+        failures=not copies or chance.random() < 0.3,
+        breaks=copies and chance.random() < 0.5,
+    )
+
+
 _WALKS = 50  # of each job
+_MOST_STATES = 40_000  # of each job
+
+
+def run(count: int, number: int, seconds: float) -> tuple[Counter[str], list[str]]:
+    """Visit the states of random small jobs, and take random walks of larger ones.
+
+    Return the number of states and events, and the first broken promise. `number` is the
+    seed.
+    """
+    tried, end, chance = Counter[str](), time.monotonic() + seconds, random.Random(number)
+    while tried.total() < count and (not tried or time.monotonic() < end):
+        small, large = _small_model(chance), _any_model(chance)
+        states, problem = small.explore(_MOST_STATES)
+        events, other = large.wander(_WALKS, chance.getrandbits(32))
+        tried.update(states=states, events=events)
+        for model, broken in ((small, problem), (large, other)):
+            if broken:
+                return tried, [f"{model}: {broken}"]
+    return tried, []
 
 
 def main() -> None:

@@ -23,6 +23,7 @@ import functools
 import hashlib
 import logging
 import random
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -539,6 +540,23 @@ def live(seed: int, *, holder: bool = False) -> tuple[int, str]:
     life = Life(seed, holder=holder)
     life.live()
     return len(life.world.states), life.world.broken[0] if life.world.broken else ""
+
+
+def run(count: int, number: int, seconds: float) -> tuple[Counter[str], list[str]]:
+    """Live `count` lives, every other one with a holder, or as many as the time allows.
+
+    Return the number of lives and of their states, and the first promise that was broken.
+    `number` is the seed.
+    """
+    tried, end, first = Counter[str](), time.monotonic() + seconds, number * 1_000_000
+    for seed in range(first, first + count):
+        states, problem = live(seed, holder=seed % 2 == 1)
+        tried.update({"lives": 1, " states": states})
+        if problem:
+            return tried, [f"seed {seed}: {problem}"]
+        if time.monotonic() >= end:
+            break
+    return tried, []
 
 
 @contextmanager
