@@ -24,7 +24,7 @@ from typing import Any
 
 import pytest
 
-_DIRECTORY = "CKPTD_COST_DIRECTORY"
+_DIRECTORY = "COST_DIRECTORY"  # tests/conftest.py removes each CKPTD_*
 _KINDS = ("in process", "daemon", "interpreter", "ranks")
 """What a test starts, the most expensive last. A test has the last kind that fits."""
 
