@@ -16,15 +16,16 @@ import pytest
 # compile all of ckptd, and let OpenMP's threads spin.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# Settings of the user would reach the commands and trainers that tests run in this process.
-for _name in [name for name in os.environ if name.startswith("CKPTD_")]:
-    del os.environ[_name]
 # A job in the background of a shell ignores Ctrl-C, and so would all that it starts.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 from tests.support import tiers
 from tests.support.daemons import Daemon, Home, home, running
+
+# Settings of the user would reach the commands and trainers that tests run in this process.
+for _name in [name for name in os.environ if name.startswith("CKPTD_")]:
+    del os.environ[_name]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
