@@ -48,6 +48,17 @@ def pytest_fixture_setup(fixturedef: pytest.FixtureDef[object]) -> Generator[Non
         return (yield)
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Fail a run in CI that has skipped a test for another reason than the known ones."""
+    reporter = session.config.pluginmanager.get_plugin("terminalreporter")
+    if os.environ.get("CI") and reporter is not None and not session.testsfailed:
+        skipped = [report.longrepr[2] for report in reporter.stats.get("skipped", ())]
+        if unknown := sorted({reason for reason in skipped if not tiers.MAY_SKIP.search(reason)}):
+            reporter.write_line(f"CI must not skip a test for these reasons: {unknown}")
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
 @pytest.fixture(scope="session")
 def processes() -> None:
     """Lets a test start daemons, ranks and interpreters. `make test` leaves it out."""

@@ -24,6 +24,11 @@ import pytest
 from tests.support import forks
 
 PROMISES = Path(__file__).parents[2] / "docs" / "explanation" / "promises.md"
+MAY_SKIP = re.compile(
+    "accelerator|CUDA|Chromium|promtool|prometheus|deepspeed|ray|torchtitan|torch_checkpointing"
+    "|torchdata|triton|torch"
+)
+"""What a machine that runs all tests may lack: everything else must be there in CI."""
 _SPAWNS = ("subprocess.Popen", "os.posix_spawn")
 
 

@@ -33,6 +33,8 @@ from tests.support import stores
 
 SERVERS = ("seaweed", "rclone")
 KINDS = ("posix", "memory", *SERVERS)
+CREATE_ONCE = tuple(kind for kind in KINDS if kind != "rclone")
+"""The kinds that give a new name to exactly one of several callers."""
 HEAD = b"head".ljust(ALIGN, b"\0")
 
 
@@ -168,6 +170,7 @@ def test_publish_replaces_only_if_it_is_asked_to(storage: Storage) -> None:
     assert listed(storage) == [Entry("object", False)]
 
 
+@pytest.mark.parametrize("storage", CREATE_ONCE, indirect=True)
 def test_one_of_many_publishers_succeeds(storage: Storage) -> None:
     def publish(number: int) -> int:
         try:
@@ -176,8 +179,7 @@ def test_one_of_many_publishers_succeeds(storage: Storage) -> None:
             return -1
         return number
 
-    if not creates_once(storage):
-        pytest.skip("names are published by the one process that has claimed them")
+    assert creates_once(storage)
     with ThreadPoolExecutor(8) as pool:
         won = [number for number in pool.map(publish, range(32)) if number >= 0]
     assert len(won) == 1
@@ -491,11 +493,11 @@ def test_a_root_has_one_identity(root: Repository) -> None:
         root.identity()
 
 
+@pytest.mark.parametrize("root", CREATE_ONCE, indirect=True)
 def test_two_daemons_that_look_at_the_same_moment_give_a_root_one_identity(
     root: Repository,
 ) -> None:
-    if not creates_once(root.storage):
-        pytest.skip("the store creates an object for several callers at once")
+    assert creates_once(root.storage)
     root.storage.serve("host").close()
     identity = root.identity()
     with mock.patch.object(root.storage, "exists", return_value=False):
