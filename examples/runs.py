@@ -157,8 +157,8 @@ class Run:
 
     def wait_until(self, met: Callable[[], bool], what: str) -> None:
         """Wait until the condition holds. Raises DemoFailed if the trainer ends before."""
-        assert self._trainer is not None
         while not met():
+            assert self._trainer is not None
             if self._trainer.poll() is not None and not met():
                 raise DemoFailed(
                     f"the trainer ended before {what}; {self.log} says:\n{self.printed()[-2000:]}"
@@ -321,13 +321,15 @@ def judged() -> Iterator[None]:
     exit code.
     """
     # So that no process is left running after an error either.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
         yield
     except DemoFailed as failure:
         sys.exit(f"FAILED: {failure}")
     except KeyboardInterrupt:
         sys.exit(130)
+    finally:
+        signal.signal(signal.SIGTERM, before)
     say("Everything came back as it was.")
 
 

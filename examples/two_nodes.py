@@ -54,7 +54,10 @@ def lose_second_node(reference: Run, interrupted: NodesRun, chance: random.Rando
     interrupted.start()
     kill = interrupted.recovery("node 1 of 2", at, "storage", known)
     if partial := UNDELIVERED.search(interrupted.printed()):
-        say(f"Step {partial[1]} is lost: node1 had not saved its part of it yet.")
+        say(
+            f"Step {partial[1]} is lost: node1 had not saved its part of it yet. The recovery has "
+            f"waited in vain for that part."
+        )
     compare(reference, interrupted, kill)
 
 

@@ -12,18 +12,14 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-import torch
 
 from ckptd.shared import names
 from ckptd.shared.location import located
 from ckptd.shared.storage.locate import open_root
 from ckptd.shared.system import machine
-from examples import demo
-from examples.runs import DemoFailed, Kill, Run, leaves
 from tests.support import stores
 from tests.support.daemons import until
 
@@ -165,120 +161,6 @@ def test_a_run_in_an_object_store_outlives_its_node(
     assert json.loads((tmp_path / "losses.json").read_text()) == json.loads(
         (whole / "losses.json").read_text()
     )
-
-
-@pytest.fixture
-def played(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Return the list of the acts that the demo has played, none of which does anything."""
-    found: list[int] = []
-
-    def play(number: int) -> Callable[[demo.Demo], None]:
-        return lambda _: found.append(number)
-
-    for number in demo.ACTS:
-        monkeypatch.setitem(demo.ACTS, number, ("", play(number)))
-    monkeypatch.setattr(demo, "refusal", lambda: "")
-    monkeypatch.setattr(sys, "argv", ["demo", "--out", str(tmp_path)])
-    return found
-
-
-@pytest.mark.parametrize(
-    ("acts", "shown"),
-    [(None, [1, 2, 3, 4]), ("1", [1]), ("3 1", [1, 3]), ("2,2, 4", [2, 4])],
-)
-def test_the_demo_shows_the_acts_that_are_named(
-    acts: str | None,
-    shown: list[int],
-    played: list[int],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    monkeypatch.delenv("ACTS", raising=False)
-    if acts is not None:
-        monkeypatch.setenv("ACTS", acts)
-    demo.main()
-    assert played == shown
-    printed = capsys.readouterr().out
-    assert re.findall(r"^Act (\d)", printed, re.MULTILINE) == [str(act) for act in shown]
-    assert printed.endswith("Everything came back as it was.\n")
-
-
-@pytest.mark.parametrize(
-    ("acts", "problem"),
-    [("", "is empty"), (" ", "is empty"), ("5", "names '5'"), ("1 all", "names 'all'")],
-)
-def test_the_demo_says_what_is_wrong_with_acts(
-    acts: str, problem: str, played: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("ACTS", acts)
-    with pytest.raises(SystemExit) as exit_:
-        demo.main()
-    assert exit_.value.code == (
-        f"ACTS {problem}, but the acts are 1, 2, 3, 4: name some of them, as in ACTS=1 or "
-        f'ACTS="1 3", or leave ACTS out to run all.'
-    )
-    assert played == []
-
-
-def test_the_demo_without_nodes_leaves_out_the_acts_that_need_them(
-    played: list[int], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(demo, "refusal", lambda: "there is no unshare")
-    monkeypatch.setenv("ACTS", "2 3")
-    demo.main()
-    assert played == [2]
-    assert "Acts 3 and 4 are left out: there is no unshare." in capsys.readouterr().out
-    monkeypatch.setenv("ACTS", "3 4")
-    with pytest.raises(SystemExit, match="no act is left"):
-        demo.main()
-    assert played == [2]
-
-
-@pytest.fixture
-def recovery(tmp_path: Path) -> Iterator[Callable[..., Kill]]:
-    """Return a function that takes what two ranks print, and returns the recovery that
-    the demo sees. It should be that of step 8, from memory.
-    """
-    trainer = tmp_path / "trainer.py"
-    run = Run(tmp_path, "run", 12, "", trainer=trainer)
-
-    def found(*printed: str) -> Kill:
-        trainer.write_text(
-            "".join(f"print('recovered step {each} in 0.10 s on rank 0')\n" for each in printed)
-        )
-        run.start()
-        run.ranks = 2
-        return run.recovery("rank 0 of 2", 10, "memory", 8)
-
-    yield found
-    run.end()
-
-
-def test_the_demo_shows_a_recovery(recovery: Callable[..., Kill]) -> None:
-    found = recovery("8 of attempt 1 from memory", "8 of attempt 1 from memory")
-    assert found.row() == ("rank 0 of 2", "10", "8", "memory", "0.10 s", "1")
-
-
-@pytest.mark.parametrize(
-    ("printed", "problem"),
-    [
-        (("8 of attempt 1 from memory", "4 of attempt 1 from memory"), "different things"),
-        (("4 of attempt 1 from memory", "4 of attempt 1 from memory"), "step 8 or a newer one"),
-        (("8 of attempt 1 from storage", "8 of attempt 1 from storage"), "have come from memory"),
-    ],
-)
-def test_the_demo_fails_if_a_recovery_is_not_as_promised(
-    printed: tuple[str, ...], problem: str, recovery: Callable[..., Kill]
-) -> None:
-    with pytest.raises(DemoFailed, match=problem):
-        recovery(*printed)
-
-
-def test_the_demo_compares_every_tensor_and_value_by_its_bits() -> None:
-    state = {"a": [torch.tensor([1.0, -0.0]), {"lr": 0.1}], 7: None}
-    assert leaves(state) == {
-        ".a.0": bytes.fromhex("0000803f00000080"), ".a.1.lr": b"0.1", ".7": b"None",
-    }  # fmt: skip
 
 
 def ckptd(environ: dict[str, str], *arguments: str) -> bytes:
