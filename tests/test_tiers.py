@@ -73,7 +73,7 @@ def test_the_first_case_of_the_first_test_of_a_promise_is_in_the_first_tier(
 
 
 def test_a_row_names_tests_with_the_file_that_was_named_last() -> None:
-    page = "| what | how | `agent/test_a.py::test_one`, `::test_two` |\n| - | - | - |\ntext `::test_no`"
+    page = "| what | how | `agent/test_a.py::test_one`, `::test_two` |\n| - | - | - |\n`::test_no`"
     assert tiers.promised(page) == [
         [("agent/test_a.py", "test_one"), ("agent/test_a.py", "test_two")]
     ]
