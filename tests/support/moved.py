@@ -25,10 +25,10 @@ def functions(source: str, path: str) -> Iterator[str]:
     """Yield the id of each test function of a file, without its cases."""
     for node in ast.parse(source).body:
         for inner in node.body if isinstance(node, ast.ClassDef) else [node]:
-            if isinstance(inner, ast.FunctionDef | ast.AsyncFunctionDef):
-                if inner.name.startswith("test"):
-                    within = f"{node.name}::" if isinstance(node, ast.ClassDef) else ""
-                    yield f"{path}::{within}{inner.name}"
+            name = getattr(inner, "name", "")
+            if name.startswith("test"):
+                within = f"{node.name}::" if isinstance(node, ast.ClassDef) else ""
+                yield f"{path}::{within}{name}"
 
 
 def at(commit: str) -> set[str]:
