@@ -10,10 +10,12 @@ copies are several times slower and may block the CPU.
 
 from __future__ import annotations
 
+import ctypes
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
 from typing import Any, Protocol
 
 import torch
@@ -25,6 +27,7 @@ log = logging.getLogger("ckptd.agent")
 # Bytes; at 25 GB/s they cross the bus in the time that it takes to enqueue a copy.
 SMALL = 256 << 10
 GATHERED = 16 << 20  # bytes that are gathered on the device at once, at most
+_RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 _PORTABLE = 1  # cudaHostRegisterPortable: locked for every device's context
 _REGISTERED = 712  # cudaErrorHostMemoryAlreadyRegistered
 _NOT_REGISTERED = 713  # cudaErrorHostMemoryNotRegistered
@@ -145,10 +148,38 @@ class StreamMark:
             self.event.synchronize()
 
 
-def on(device: torch.device) -> AbstractContextManager[object]:
-    """Context manager. Make `device` the current device of this thread."""
-    made: AbstractContextManager[object] = torch.get_device_module(device).device(device)
-    return made
+@contextmanager
+def on(device: torch.device) -> Iterator[None]:
+    """Context manager. Make `device` the current device of this thread, and let its calls
+    run beside the capture of a graph in another thread.
+
+    Otherwise, while torch captures, the driver refuses to lock pages and to wait for
+    events in every thread, and the capture fails, too. torch's allocators do the same.
+    """
+    with torch.get_device_module(device).device(device):
+        before = _exchange_capture_mode(_RELAXED)
+        try:
+            yield
+        finally:
+            _exchange_capture_mode(before)
+
+
+def _exchange_capture_mode(mode: int) -> int:
+    """Set the capture mode of this thread, and return the one before. Does nothing
+    without a driver of NVIDIA.
+    """
+    driver, value = _driver(), ctypes.c_int(mode)
+    if driver is not None:
+        driver.cuThreadExchangeStreamCaptureMode(ctypes.byref(value))
+    return value.value
+
+
+@cache
+def _driver() -> Any:
+    try:
+        return ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return None
 
 
 def capturing() -> bool:

@@ -186,7 +186,7 @@ def test_slots_are_page_locked(agent: Agent, daemon: Daemon) -> None:
 def test_snapshots_are_right_without_page_locking(
     agent: Agent, daemon: Daemon, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ckptd.agent.copy.mapped_slot.lock_pages", lambda address, length: False)
+    monkeypatch.setattr("ckptd.agent.copy.mapped_slot.lock_pages", lambda address, length, device: False)
     training = Training(lambda parameters: torch.optim.AdamW(parameters, lr=1e-3))
     check(agent, daemon, training, training.step)
 

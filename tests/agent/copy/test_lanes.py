@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -17,16 +19,18 @@ THIRD = torch.device("cuda", 3)
 
 class Runtime:
     """Stands for `torch.cuda.cudart()`. It returns `answers` in turn, and the last one
-    again and again. `current` is the device on which it is asked.
+    again and again. `current` is the device on which it is asked, and `during` returns
+    what is noted beside each call.
     """
 
     def __init__(self, *answers: int) -> None:
         self.answers = list(answers)
         self.current = 0
+        self.during: Callable[[], int] = lambda: self.current
         self.asked: list[tuple[object, ...]] = []
 
     def _answer(self, *asked: object) -> int:
-        self.asked.append((self.current, *asked))
+        self.asked.append((self.during(), *asked))
         return self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
 
     def cudaHostRegister(self, address: int, length: int, flags: int) -> int:
@@ -72,6 +76,24 @@ def test_any_thread_waits_for_a_mark_on_its_device(monkeypatch: pytest.MonkeyPat
     mark = lanes.StreamMark(THIRD, Event())  # type: ignore[arg-type]
     mark.synchronize()
     assert (mark.query(), cuda.asked, cuda.current) == (True, [(3,)], 0)
+
+
+def test_calls_of_other_threads_run_beside_the_capture_of_a_graph(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Otherwise the driver refuses them, and the capture fails."""
+    cuda, mode = runtime(monkeypatch, 0), [0]
+
+    def exchange(new: Any) -> int:
+        mode[0], new._obj.value = new._obj.value, mode[0]
+        return 0
+
+    driver = SimpleNamespace(cuThreadExchangeStreamCaptureMode=exchange)
+    monkeypatch.setattr(lanes, "_driver", lambda: driver)
+    cuda.during = lambda: mode[0]
+    lanes.lock_pages(4096, 8192, THIRD)
+    lanes.unlock_pages(4096, THIRD)
+    assert ([asked[0] for asked in cuda.asked], mode) == ([2, 2], [0])
 
 
 def test_an_empty_slot_is_not_locked(monkeypatch: pytest.MonkeyPatch) -> None:
