@@ -3,8 +3,9 @@ page-locks the memory of slots.
 
 Works with any device type of `torch.accelerator`. A lane begins behind everything that
 the training has enqueued so far, and enqueuing copies in it does not block the CPU.
-Every copy across the bus takes microseconds to enqueue, so small tensors that lie side
-by side in the slot are first gathered on the device. Without page-locked memory the
+Every copy across the bus takes microseconds to enqueue, and a device takes only so many
+in advance, so tensors that lie side by side in the slot are first gathered on the
+device, in one buffer of a lane. Without page-locked memory the
 copies are several times slower and may block the CPU.
 """
 
@@ -14,7 +15,7 @@ import ctypes
 import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from typing import Any, Protocol
 
@@ -24,9 +25,10 @@ from ckptd.shared.errors import InternalError
 
 log = logging.getLogger("ckptd.agent")
 
-# Bytes; at 25 GB/s they cross the bus in the time that it takes to enqueue a copy.
-SMALL = 256 << 10
-GATHERED = 16 << 20  # bytes that are gathered on the device at once, at most
+# An H200 takes about a thousand copies and kernels before the call that enqueues the
+# next one waits for the device.
+SMALL = 16 << 20  # bytes of a tensor that is gathered with its neighbours, at most
+GATHERED = 64 << 20  # bytes that cross the bus at once, at most
 _RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 _PORTABLE = 1  # cudaHostRegisterPortable: locked for every device's context
 _REGISTERED = 712  # cudaErrorHostMemoryAlreadyRegistered
@@ -75,29 +77,46 @@ class StreamLane:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.Stream(device)
+        self._kept: torch.Tensor | None = None
 
     def begin(self) -> None:
         self._stream.wait_stream(torch.accelerator.current_stream(self._device))
 
     def copy(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
         with torch.no_grad(), self._stream:
+            buffer = self._buffer()
             for run in runs(targets):
-                if len(run) == 1:
-                    targets[run[0]].copy_(sources[run[0]], non_blocking=True)
+                if len(run) > 1:
+                    self._gather([targets[n] for n in run], [sources[n] for n in run], buffer)
                 else:
-                    self._gather([targets[n] for n in run], [sources[n] for n in run])
+                    for target, source in pieces(targets[run[0]], sources[run[0]]):
+                        self._gather([target], [source], buffer)
+
+    def _buffer(self) -> torch.Tensor | None:
+        """Return the memory in which tensors are gathered, or None if the device is full.
+
+        It is kept: the device may be full at the next call.
+        """
+        if self._kept is None:
+            with suppress(torch.OutOfMemoryError):
+                self._kept = torch.empty(GATHERED, dtype=torch.uint8, device=self._device)
+        return self._kept
 
     def run(self, work: Callable[[], None]) -> None:
         with torch.no_grad(), self._stream:
             work()
 
-    def _gather(self, targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+    @staticmethod
+    def _gather(
+        targets: list[torch.Tensor], sources: list[torch.Tensor], buffer: torch.Tensor | None
+    ) -> None:
+        """Copy tensors that lie side by side in the slot, through the buffer if they fit.
+
+        The bus then waits for the next piece to be gathered, and the small copies of the
+        training get their turn. They would wait for all copies that follow one another.
+        """
         first, length = targets[0].data_ptr(), sum(target.nbytes for target in targets)
-        try:
-            # May be freed before the copies are done: no other stream uses the memory,
-            # and the allocator reuses it in stream order.
-            buffer = torch.empty(length, dtype=torch.uint8, device=self._device)
-        except torch.OutOfMemoryError:
+        if buffer is None or not 0 < length <= buffer.nbytes:
             for target, source in zip(targets, sources, strict=True):
                 target.copy_(source, non_blocking=True)
             return
@@ -119,7 +138,7 @@ class StreamLane:
         flat = torch.empty(0, dtype=torch.uint8, device="cpu").set_(
             whole, first - whole.data_ptr(), (length,), (1,)
         )
-        flat.copy_(buffer, non_blocking=True)
+        flat.copy_(buffer[:length], non_blocking=True)
 
     def mark(self) -> Mark:
         return StreamMark(self._device, self._stream.record_event(torch.Event(self._device)))
@@ -205,6 +224,19 @@ def runs(targets: Sequence[torch.Tensor]) -> list[list[int]]:
             gathered = length if length <= SMALL else GATHERED
         end = start + length
     return found
+
+
+def pieces(
+    target: torch.Tensor, source: torch.Tensor
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yield pieces of a copy, of at most `GATHERED` bytes if both are contiguous."""
+    if target.nbytes > GATHERED and target.is_contiguous() and source.is_contiguous():
+        most = GATHERED // target.element_size()
+        yield from zip(
+            torch.split(target.view(-1), most), torch.split(source.view(-1), most), strict=True
+        )
+    else:
+        yield target, source
 
 
 def lock_pages(address: int, length: int, device: torch.device) -> bool:

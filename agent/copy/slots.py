@@ -53,6 +53,7 @@ class MappedSlots:
         self._slots: dict[str, MappedSlot] = {}
         self._preparing: Preparation | None = None
         self._device: torch.device | None = None
+        self._some_lost = False
         self.count: int | None = None
         self.outgrown: Callable[[MappedSlot], None] = lambda slot: None
 
@@ -116,7 +117,11 @@ class MappedSlots:
 
     def _will_do(self, needed: int, device: torch.device | None) -> bool:
         room = min((slot.header.capacity for slot in self._slots.values()), default=-1)
-        return room >= needed and (device is None or self._device is not None)
+        # With fewer slots than it has made, the daemon would skip every snapshot: the
+        # last one holds the newest snapshot.
+        return (
+            room >= needed and not self._some_lost and (device is None or self._device is not None)
+        )
 
     def _begin(
         self, needed: int, layout: Layout | None, device: torch.device | None
@@ -126,7 +131,7 @@ class MappedSlots:
         """
         self._wait_for_copies()
         capacity, count = needed + needed // 64 + _SLACK, self.count or self._client.welcome.slots
-        self._device = device or self._device
+        self._device, self._some_lost = device or self._device, False
         self._preparing = preparing = Preparation(
             self._client, capacity, count, self._slots, layout, self._device, self.outgrown
         )
@@ -146,6 +151,7 @@ class MappedSlots:
                 "is lost"
             )
             self._slots.pop(name).close_descriptors()
+            self._some_lost = True
 
     def wait(self) -> None:
         """Wait until no slots are being allocated or faulted in."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -94,6 +94,63 @@ def test_calls_of_other_threads_run_beside_the_capture_of_a_graph(
     lanes.lock_pages(4096, 8192, THIRD)
     lanes.unlock_pages(4096, THIRD)
     assert ([asked[0] for asked in cuda.asked], mode) == ([2, 2], [0])
+
+
+class Here(lanes.StreamLane):
+    """A lane of this CPU, without a stream."""
+
+    def __init__(self) -> None:
+        self._device, self._stream = torch.device("cpu"), nullcontext()  # type: ignore[assignment]
+        self._kept = None
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_tensors_of_every_size_and_form_arrive(monkeypatch: pytest.MonkeyPatch, full: bool) -> None:
+    monkeypatch.setattr(lanes, "SMALL", 256)
+    monkeypatch.setattr(lanes, "GATHERED", 1024)
+    sources = [
+        torch.rand(700), torch.arange(20.0), torch.arange(8).to(torch.int8), torch.rand(40, 40).t(),
+        torch.tensor(7.0), torch.rand(3, 5, dtype=torch.float64), torch.empty(0), torch.rand(90),
+    ]  # fmt: skip
+    slot = torch.zeros(sum(8 * source.nbytes for source in sources), dtype=torch.uint8)
+    targets, at = [], 0
+    for source in sources:
+        at = -(-at // source.element_size()) * source.element_size()
+        piece = slot[at : at + source.nbytes].view(source.dtype)
+        targets.append(piece.view(source.shape))
+        at += source.nbytes
+    lane = Here()
+    if full:
+        monkeypatch.setattr(lane, "_buffer", lambda: None)
+    lane.copy(targets, sources)
+    assert all(map(torch.equal, targets, sources))
+    assert not slot[at:].any()
+
+
+def test_a_large_tensor_crosses_the_bus_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise each small copy of the training waits for all of it."""
+    monkeypatch.setattr(lanes, "GATHERED", 1024)
+    whole, other = torch.rand(600), torch.rand(600)
+    assert [len(part) for part, _ in lanes.pieces(whole, other)] == [256, 256, 88]
+    (part, source), *rest = lanes.pieces(whole.view(20, 30), other.view(30, 20).t())
+    assert (part.shape, source.shape, rest) == ((20, 30), (20, 30), [])
+
+
+def test_a_full_device_gives_no_buffer_and_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    lane, full = Here(), [True, False]
+    monkeypatch.setattr(lanes, "GATHERED", 1024)
+    empty = torch.empty
+
+    def some(*arguments: Any, **options: Any) -> torch.Tensor:
+        if full.pop(0):
+            raise torch.OutOfMemoryError("full")
+        return empty(*arguments, **options)
+
+    monkeypatch.setattr(torch, "empty", some)
+    assert lane._buffer() is None
+    kept = lane._buffer()
+    assert kept is not None
+    assert (lane._buffer() is kept, kept.nbytes, full) == (True, 1024, [])
 
 
 def test_an_empty_slot_is_not_locked(monkeypatch: pytest.MonkeyPatch) -> None:

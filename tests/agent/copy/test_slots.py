@@ -418,3 +418,6 @@ def test_slots_that_the_daemon_has_lost_are_forgotten(
     ]
     slots.keep({"1.seg"})
     assert len(caplog.messages) == 1
+    assert not slots.fit(0)
+    assert slots.ensure(10, FAR)
+    assert (slots.names, slots.fit(10)) == (["2.seg", "3.seg"], True)
