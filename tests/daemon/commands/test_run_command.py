@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 
 import psutil
@@ -65,17 +66,21 @@ def test_twenty_daemons_at_once_leave_one(place: Home) -> None:
         "--socket",
         str(place.socket),
     ]
-    with place.log.open("ab") as log:
-        started = [subprocess.Popen(command, stderr=log) for _ in range(20)]
-    until(
-        lambda: sum(process.poll() is not None for process in started) >= 19,
-        "19 daemons that have ended",
-    )
-    (left,) = [process for process in started if process.returncode is None]
-    assert [process.returncode for process in started if process is not left] == [11] * 19
-    assert json.loads(ckptd("status", "--socket", place.socket, "--json").stdout)["pid"] == left.pid
-    left.send_signal(signal.SIGTERM)
-    assert left.wait(60) == 0
+    with ExitStack() as ended, place.log.open("ab") as log:
+        started = []
+        for _ in range(20):
+            started.append(ended.enter_context(subprocess.Popen(command, stderr=log)))
+            ended.callback(started[-1].kill)
+        until(
+            lambda: sum(process.poll() is not None for process in started) >= 19,
+            "19 daemons that have ended",
+        )
+        (left,) = [process for process in started if process.returncode is None]
+        assert [process.returncode for process in started if process is not left] == [11] * 19
+        found = json.loads(ckptd("status", "--socket", place.socket, "--json").stdout)
+        assert found["pid"] == left.pid
+        left.send_signal(signal.SIGTERM)
+        assert left.wait(60) == 0
     assert not place.socket.exists()
 
 
@@ -139,15 +144,17 @@ def test_a_daemon_serves_the_socket_that_systemd_passes(place: Home) -> None:
         "os.execv(sys.executable, [sys.executable, '-m', 'ckptd.daemon', 'run', "
         f"'--root', {str(place.root)!r}, '--socket', {str(place.socket)!r}])"
     )
-    with place.log.open("ab") as log:
-        daemon = subprocess.Popen(
-            [sys.executable, "-c", script, str(listener.fileno())],
-            pass_fds=[listener.fileno()],
-            stderr=log,
-        )
-    listener.close()
-    found = json.loads(ckptd("status", "--socket", place.socket, "--json").stdout)
-    assert found["ready"]
-    daemon.terminate()
-    assert daemon.wait(60) == 0
+    command = [sys.executable, "-c", script, str(listener.fileno())]
+    with (
+        place.log.open("ab") as log,
+        subprocess.Popen(command, pass_fds=[listener.fileno()], stderr=log) as daemon,
+    ):
+        listener.close()
+        try:
+            until(lambda: " ready in " in place.log_text(), "the daemon is ready")
+            found = json.loads(ckptd("status", "--socket", place.socket, "--json").stdout)
+            assert found["ready"]
+        finally:
+            daemon.terminate()
+    assert daemon.returncode == 0
     assert place.socket.exists()  # the file belongs to systemd

@@ -35,28 +35,27 @@ def test_a_peer_is_the_process_that_connected_and_its_pidfd_tells_of_its_death(
         listener.bind(str(tmp_path / "socket"))
         listener.listen()
         begun = time.time()
-        child = subprocess.Popen(
-            [sys.executable, "-c", CHILD, str(tmp_path / "socket")], stdin=subprocess.PIPE
-        )
-        connection, _ = listener.accept()
-        with connection:
-            peer = Peer(connection)
-            assert (peer.pid, peer.uid, str(peer), peer.lacks_descriptor) == (
-                child.pid,
-                os.geteuid(),
-                f"pid {child.pid}",
-                False,
-            )
-            assert abs(peer.started() - begun) < 60
-            watch = peer.watch()
-            peer.close()
-            peer.close()
-            assert select.select([watch], [], [], 0) == ([], [], [])
-            child.kill()
-            child.communicate()
-            assert select.select([watch], [], [], 60)[0] == [watch]
-            os.close(watch)
-            assert peer.started() == 0.0  # it is dead
+        command = [sys.executable, "-c", CHILD, str(tmp_path / "socket")]
+        with subprocess.Popen(command, stdin=subprocess.PIPE) as child:
+            connection, _ = listener.accept()
+            with connection:
+                peer = Peer(connection)
+                assert (peer.pid, peer.uid, str(peer), peer.lacks_descriptor) == (
+                    child.pid,
+                    os.geteuid(),
+                    f"pid {child.pid}",
+                    False,
+                )
+                assert abs(peer.started() - begun) < 60
+                watch = peer.watch()
+                peer.close()
+                peer.close()
+                assert select.select([watch], [], [], 0) == ([], [], [])
+                child.kill()
+                child.wait()
+                assert select.select([watch], [], [], 60)[0] == [watch]
+                os.close(watch)
+                assert peer.started() == 0.0  # it is dead
 
 
 def test_a_peer_without_a_pidfd_is_not_watched(monkeypatch: pytest.MonkeyPatch) -> None:
