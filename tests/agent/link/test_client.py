@@ -14,6 +14,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -650,14 +651,15 @@ def test_a_daemon_of_another_user_is_reported_once(
 ) -> None:
     tries = 0
 
-    def connect(place: Place) -> Channel:
+    def connect() -> Channel:
         nonlocal tries
         tries += 1
         if tries <= 3:
             raise Forbidden("the socket belongs to uid 65534")
         return Channel(daemon.socket, SECONDS)
 
-    monkeypatch.setattr(Place, "connect", connect)
+    # Not `Place.connect`: a client of an earlier test may be reconnecting, too.
+    monkeypatch.setattr(rank.client, "_place", Mock(connect=connect))
     monkeypatch.setattr(client_module, "_FIRST_DELAY", 0.001)
     with caplog.at_level(logging.WARNING, "ckptd.agent"):
         connection.hang_up()
@@ -780,15 +782,14 @@ def test_a_connection_that_is_made_during_close_is_closed(
     rank: Rank, daemon: FakeDaemon, connection: Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     inside, go = threading.Event(), threading.Event()
-    original = Place.connect
 
-    def connect(place: Place) -> Channel:
-        channel = original(place)
+    def connect() -> Channel:
+        channel = daemon.place.connect()
         inside.set()
         assert go.wait(SECONDS)
         return channel
 
-    monkeypatch.setattr(Place, "connect", connect)
+    monkeypatch.setattr(rank.client, "_place", Mock(connect=connect))
     connection.hang_up()
     assert inside.wait(SECONDS)
     # As `close` does, which then waits for the thread that is connecting.

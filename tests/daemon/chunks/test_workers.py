@@ -195,16 +195,17 @@ def test_a_chunk_without_a_result_fails_them_all(workers: Workers) -> None:
 
 
 def test_closed_workers_do_not_wait_for_what_has_not_begun(workers: Workers) -> None:
-    go, done = threading.Event(), list[int]()
+    go, begun, done = threading.Event(), threading.Barrier(4), list[int]()
 
     def work(number: int) -> None:
+        begun.wait(60)
         go.wait(60)
         done.append(number)
 
     async def close() -> None:
         loop = asyncio.get_running_loop()
         calls = [loop.run_in_executor(workers.pool, work, number) for number in range(10)]
-        await asyncio.sleep(0.01)
+        await asyncio.to_thread(begun.wait, 60)
         workers.close()
         go.set()
         await asyncio.wait(calls)

@@ -120,6 +120,8 @@ async def test_the_next_attempt_has_a_heartbeat_of_its_own(place: Place) -> None
 async def test_only_the_node_of_rank_0_keeps_one(place: Place, leads: bool) -> None:
     place.job.node = Membership(run_id="0" * 32, ranks=[0] if leads else [1])
     place.join()
+    if leads:
+        await place.until(place.read)
     for _ in range(20):
         await asyncio.sleep(0.002)
     assert (place.read() is not None) == leads
