@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
+import resource
+from importlib import import_module
+from operator import attrgetter
 from pathlib import Path
+
+from ckptd.shared.formats import bounds
+from tests.support.forks import context
 
 ROOM = 1 << 30
 """Number of bytes that a document may cost at most, beyond what the process had before.
@@ -14,27 +18,6 @@ ROOM = 1 << 30
 SCALE = 16
 """Factor by which limits, documents and memory are made smaller, so that the same
 refusals take seconds instead of minutes.
-"""
-
-_READER = """
-import importlib, json, pathlib, resource, sys
-from ckptd.shared.formats import bounds
-module, function, room, scale = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
-bounds.MAX_OBJECTS //= scale
-decode = importlib.import_module(module)
-for name in function.split("."):
-    decode = getattr(decode, name)
-used = int(pathlib.Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-resource.setrlimit(resource.RLIMIT_AS, (used + room // scale, used + room // scale))
-said = {}
-for path in sys.argv[5:]:
-    try:
-        decode(pathlib.Path(path).read_bytes())
-        said[path] = ["nothing", ""]
-    except BaseException as error:
-        said[path] = [type(error).__name__, str(error)]
-        del error
-print(json.dumps(said))
 """
 
 
@@ -46,15 +29,28 @@ def outcomes(
 
     `scale` divides the memory and the limit of objects.
     """
-    paths = {}
-    for number, (name, data) in enumerate(documents.items()):
-        paths[str(place / str(number))] = name
-        (place / str(number)).write_bytes(data)
-    done = subprocess.run(
-        [sys.executable, "-c", _READER, module, function, str(ROOM), str(scale), *paths],
-        capture_output=True, text=True, check=False
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-2000:]
-    return {
-        paths[path]: (kind, sentence) for path, (kind, sentence) in json.loads(done.stdout).items()
-    }
+    paths = {name: place / str(number) for number, name in enumerate(documents)}
+    for name, path in paths.items():
+        path.write_bytes(documents[name])
+    outcome = place / "outcome"
+    process = context().Process(target=_decode, args=(module, function, scale, paths, outcome))
+    process.start()
+    process.join()
+    assert process.exitcode == 0
+    return {name: tuple(said) for name, said in json.loads(outcome.read_text()).items()}
+
+
+def _decode(module: str, function: str, scale: int, paths: dict[str, Path], outcome: Path) -> None:
+    bounds.MAX_OBJECTS //= scale
+    decode = attrgetter(function)(import_module(module))
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    limit = used + ROOM // scale
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    said = {}
+    for name, path in paths.items():
+        try:
+            decode(path.read_bytes())
+            said[name] = ("nothing", "")
+        except BaseException as error:
+            said[name] = (type(error).__name__, str(error))
+    outcome.write_text(json.dumps(said))

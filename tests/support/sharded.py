@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch._dynamo
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
@@ -41,8 +40,8 @@ from tests.support.daemons import Daemon, Home, home
 from tests.support.ranks import HERE, Ranks
 from tests.support.storage import source
 
-# With _dynamo, which the first optimizer of every rank would import.
-forks.context().set_forkserver_preload([__name__])
+# The first optimizer of every rank would import _dynamo.
+forks.context().set_forkserver_preload([__name__, "torch._dynamo"])
 
 KINDS = ("ddp", "fsdp2", "hsdp", "tp", "2d", "pipeline", "fsdp1", "fsdp1-flat")
 STAGES = 6

@@ -12,6 +12,7 @@ import io
 import json
 import sys
 import tarfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -77,21 +78,19 @@ def archive(files: Files) -> bytes:
     return buffer.getvalue()
 
 
-def unpacked(data: bytes) -> Files:
-    """Return the files of an archive."""
+def unpacked(data: bytes) -> Iterator[tuple[str, bytes]]:
+    """Yield the name and the content of each file of an archive."""
     with tarfile.open(fileobj=io.BytesIO(data), mode="r:xz") as tar:
-        found = Files()
         for member in tar:
             file = tar.extractfile(member)
             assert file is not None, member.name
-            found[member.name.removeprefix("ckptd-vectors/")] = file.read()
-        return found
+            yield member.name.removeprefix("ckptd-vectors/"), file.read()
 
 
 def main() -> None:
     files = contents()
     if ARCHIVE.exists():
-        there = unpacked(ARCHIVE.read_bytes())
+        there = dict(unpacked(ARCHIVE.read_bytes()))
         changed = sorted(
             name for name in there.keys() - {"vectors.json"} if files.get(name) != there[name]
         )

@@ -7,25 +7,29 @@ import csv
 import os
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
-
-pytest.importorskip("lightning")
-
-import lightning as L
 import torch
-from lightning.pytorch.callbacks import EarlyStopping
 from torch.utils.data import DataLoader, Dataset
 
 from ckptd.agent import Agent, Schedule
 from ckptd.integrations.lightning import attach
 from ckptd.shared.errors import InvalidRequest
 from tests.support.daemons import Daemon
-from tests.support.lightning_trainer import Data, Model
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # Lightning's advice on speed
+if TYPE_CHECKING:
+    import lightning as L
+
+    from tests.support.lightning_trainer import Data
+
+# The tests import lightning when they run, because that takes seconds.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore"),  # Lightning's advice on speed
+    pytest.mark.skipif(find_spec("lightning") is None, reason="lightning is not installed"),
+]
 
 ROOT = Path(__file__).parents[3]
 EXAMPLE = ROOT / "examples" / "frameworks" / "train_lightning.py"
@@ -161,6 +165,8 @@ def test_the_example_is_exact(tmp_path: Path) -> None:
 
 
 def trainer(path: Path, **options: Any) -> L.Trainer:
+    import lightning as L
+
     return L.Trainer(
         accelerator="cpu",
         devices=1,
@@ -173,13 +179,21 @@ def trainer(path: Path, **options: Any) -> L.Trainer:
     )
 
 
+def patient() -> Any:
+    """Return a callback that would stop a training which has not improved for long."""
+    from lightning.pytorch.callbacks import EarlyStopping
+
+    return EarlyStopping("val_loss", patience=9)
+
+
 def train(daemon: Daemon, path: Path, data: Data, model: Any = None, **options: Any) -> Any:
     """Train in this process, and return the trainer and its agent."""
-    model = model or Model()
+    from tests.support.lightning_trainer import Model
+
     agent = Agent("job", socket=daemon.home.socket)
-    made = trainer(path, callbacks=[EarlyStopping("val_loss", patience=9)], **options)
+    made = trainer(path, callbacks=[patient()], **options)
     attach(made, every_n_steps=5, agent=agent)
-    made.fit(model, datamodule=data)
+    made.fit(model or Model(), datamodule=data)
     agent.close()
     return made
 
@@ -189,6 +203,10 @@ def numbers(state: dict[str, torch.Tensor]) -> dict[str, Any]:
 
 
 def test_best_and_last_are_checkpoints_of_ckptd(daemon: Daemon, tmp_path: Path) -> None:
+    import lightning as L
+
+    from tests.support.lightning_trainer import Data, Model
+
     L.seed_everything(1, verbose=False)
 
     class Kept(Model):
@@ -207,7 +225,7 @@ def test_best_and_last_are_checkpoints_of_ckptd(daemon: Daemon, tmp_path: Path) 
         model = Kept()
         made.validate(model, datamodule=Data(), ckpt_path=path)
         assert numbers(model.state_dict()) == numbers(wanted), path
-    again = trainer(tmp_path, callbacks=[EarlyStopping("val_loss", patience=9)], max_epochs=2)
+    again = trainer(tmp_path, callbacks=[patient()], max_epochs=2)
     agent = Agent("job", socket=daemon.home.socket)
     attach(again, every_n_steps=5, agent=agent)
     again.fit(Kept(), datamodule=Data(), ckpt_path="best")
@@ -220,6 +238,8 @@ def test_best_and_last_are_checkpoints_of_ckptd(daemon: Daemon, tmp_path: Path) 
 def test_a_file_is_loaded_only_while_there_is_nothing_to_recover(
     daemon: Daemon, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
+    from tests.support.lightning_trainer import Data, Model
+
     first = trainer(tmp_path, max_epochs=1)
     first.fit(Model(), datamodule=Data())
     first.save_checkpoint(tmp_path / "file.ckpt")
@@ -242,17 +262,24 @@ class Killed(Exception):
     """The end of a training inside an epoch."""
 
 
-class Interrupted(Model):
-    def on_train_batch_start(self, batch: Any, number: int) -> None:
-        if self.global_step == 12:
-            raise Killed
+def interrupted(model: Any) -> Any:
+    """Return a model of this class whose training ends inside the first epoch."""
+
+    class Interrupted(model):  # type: ignore[misc]
+        def on_train_batch_start(self, batch: Any, number: int) -> None:
+            if self.global_step == 12:
+                raise Killed
+
+    return Interrupted()
 
 
 def test_other_data_are_refused_or_their_position_is_kept_in_samples(
     daemon: Daemon, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
+    from tests.support.lightning_trainer import Data, Model
+
     with pytest.raises(Killed):
-        train(daemon, tmp_path, Data(), Interrupted())
+        train(daemon, tmp_path, Data(), interrupted(Model))
     with pytest.raises(InvalidRequest, match="the data set had 60 samples .* has 64 now"):
         train(daemon, tmp_path, Data(64))
     assert "the position in the epoch is kept in samples" not in caplog.text
@@ -262,6 +289,10 @@ def test_other_data_are_refused_or_their_position_is_kept_in_samples(
 
 
 def test_batches_that_were_trained_on_are_not_loaded_again(daemon: Daemon, tmp_path: Path) -> None:
+    import lightning as L
+
+    from tests.support.lightning_trainer import Data, Model
+
     loaded: list[int] = []
 
     class Counted(Dataset[Any]):
@@ -287,12 +318,9 @@ def test_batches_that_were_trained_on_are_not_loaded_again(daemon: Daemon, tmp_p
 
     losses: list[float] = []
 
-    class Ended(Interrupted, Kept):
-        pass
-
     L.seed_everything(1, verbose=False)
     with pytest.raises(Killed):
-        train(daemon, tmp_path, Samples(), Ended())
+        train(daemon, tmp_path, Samples(), interrupted(Kept))
     first = list(losses)
     loaded.clear()
     train(daemon, tmp_path, Samples(), Kept(), max_epochs=1)
@@ -304,6 +332,8 @@ def test_batches_that_were_trained_on_are_not_loaded_again(daemon: Daemon, tmp_p
 def test_fast_dev_run_saves_nothing(
     daemon: Daemon, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
+    from tests.support.lightning_trainer import Data, Model
+
     agent = Agent("job", socket=daemon.home.socket)
     made = trainer(tmp_path, fast_dev_run=True)
     attach(made, every_n_steps=1, agent=agent)
@@ -314,6 +344,8 @@ def test_fast_dev_run_saves_nothing(
 
 
 def test_invalid_calls_are_refused(tmp_path: Path) -> None:
+    from tests.support.lightning_trainer import Data, Model
+
     made = trainer(tmp_path)
     for call, expected in (
         (lambda: attach(Model(), every_n_steps=1), "Model is not a Trainer of lightning or"),

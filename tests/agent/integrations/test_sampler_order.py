@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from accelerate.data_loader import DataLoaderShard, prepare_data_loader
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler
 
 from ckptd.agent.state.capture import rng_state
@@ -230,6 +229,8 @@ class Nameless:
 
 
 def test_only_a_loader_of_samples_by_number_has_an_order() -> None:
+    from accelerate.data_loader import DataLoaderShard, prepare_data_loader  # takes a second
+
     given = loader()
     order = order_of(given)
     assert (order, type(order)) == (order_of(given), SamplerOrder)
@@ -254,6 +255,8 @@ def test_only_a_loader_of_samples_by_number_has_an_order() -> None:
 
 
 def test_generators_and_seeds_of_a_loader_are_set_again() -> None:
+    from accelerate.data_loader import prepare_data_loader
+
     given = prepare_data_loader(loader(generator=generator(5)), use_seedable_sampler=True)
     states = held_states(given)
     given.batch_sampler.sampler.initial_seed = 3

@@ -21,8 +21,8 @@ from ckptd.agent import Agent, Checkpoint, Schedule
 from ckptd.integrations.transformers import attach
 from ckptd.shared.errors import InvalidRequest
 from tests.support.daemons import Daemon
-from tests.support.hf_training import Sentences, trainer_of
 
+# The tests import transformers when they run, because that takes seconds.
 pytestmark = [
     pytest.mark.filterwarnings("ignore"),  # those of transformers and accelerate
     # Each process of a test imports transformers, which takes long on a busy machine.
@@ -151,6 +151,8 @@ def agents(daemon: Daemon) -> Any:
 
 
 def other(directory: Path, **changes: Any) -> Any:
+    from tests.support.hf_training import trainer_of
+
     return trainer_of(
         "plain", directory, **{"save_strategy": "no", "load_best_model_at_end": False} | changes
     )
@@ -218,6 +220,8 @@ def test_what_was_logged_is_saved_as_metrics(agents: Any, tmp_path: Path, daemon
 def test_batches_that_were_trained_on_are_not_loaded_again(
     agents: Any, tmp_path: Path, workers: int
 ) -> None:
+    from tests.support.hf_training import Sentences
+
     class Counted(Sentences):
         """Sentences that count how many of them were loaded, by workers too."""
 
@@ -298,6 +302,8 @@ def first_life(agents: Any, directory: Path, **changes: Any) -> None:
 
 
 def test_a_dataset_of_another_length_is_refused(agents: Any, tmp_path: Path) -> None:
+    from tests.support.hf_training import Sentences
+
     first_life(agents, tmp_path)
     trainer = other(tmp_path)
     trainer.train_dataset = Sentences(40)
@@ -314,6 +320,8 @@ def test_a_dataset_of_another_length_is_refused(agents: Any, tmp_path: Path) -> 
 def test_ignore_data_skip_begins_the_epoch_again(
     agents: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
+    from tests.support.hf_training import Sentences
+
     first_life(agents, tmp_path)
     trainer = other(tmp_path, ignore_data_skip=True)
     trainer.train_dataset = Sentences(40)
@@ -341,6 +349,8 @@ def test_another_batch_size_resumes_at_the_same_sample(
 
 
 def test_a_newer_directory_of_the_trainer_stops_the_training(agents: Any, tmp_path: Path) -> None:
+    from tests.support.hf_training import trainer_of
+
     first_life(agents, tmp_path)
     theirs = trainer_of("plain", tmp_path / "theirs", save_steps=12, max_steps=12)
     theirs.train()
@@ -362,6 +372,8 @@ def test_an_older_directory_is_used_once_and_then_the_snapshots(
     """The first run takes the training over from the Trainer's own checkpoint. A restart
     with the same arguments resumes from the snapshot.
     """
+    from tests.support.hf_training import trainer_of
+
     theirs = trainer_of("plain", tmp_path / "theirs", save_steps=8)
     theirs.args.save_total_limit = None
     theirs.train()

@@ -10,10 +10,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-import nbformat
 import pytest
 import torch
-from nbclient import NotebookClient
 
 from ckptd.agent import Agent
 from ckptd.agent.link.interactive import InteractiveSession, is_interactive, statement
@@ -130,6 +128,9 @@ def test_a_cell_of_a_notebook_can_be_run_again(
     daemon: Daemon, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The schedule starts over, too: the loop is run to its end three times."""
+    import nbformat
+    from nbclient import NotebookClient
+
     for name, value in environment(daemon.home).items():
         monkeypatch.setenv(name, value)
     scheduled = (

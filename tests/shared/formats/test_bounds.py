@@ -90,46 +90,55 @@ def described(**members: bytes) -> bytes:
 
 ITEM = msgspec.msgpack.encode(Item("w", "bool", (), (), (), None, 0))
 LONG = (1,) * 90_000
-PLANS: dict[str, bytes] = {
-    "metadata of lists": document(metadata=b"\x81\xa1w" + array(MANY, b"\x90")),
-    "metadata of maps": document(metadata=described(chunks=array(5 * MILLION, b"\x81\xa1a\x01"))),
-    "shards without dimensions": document(
-        metadata=described(chunks=array(3 * MILLION, b"\x92\x90\x90"))
-    ),
-    "metadata of other names": document(
-        metadata=b"\xdf"
-        + (5 * MILLION).to_bytes(4)
-        + b"".join(b"\xa4%04x\x80" % n for n in range(MILLION)) * 5
-    ),
-    "millions of items": document(items=array(2 * MILLION, ITEM)),
-    "millions of regions": document(regions=array(MANY // 4, b"\x93\x00\x00\x01")),
-    "many writers": document(
-        writer=b"\xdf"
-        + (1 << 20).to_bytes(4)
-        + b"".join(b"\xa5%05x\xa1a" % n for n in range(1 << 20))
-    ),
-    "90,000 dimensions": Plan(
-        [Region(0, 4, 4)], [Item("w", "float32", LONG, LONG, LONG, LONG, 0)], [], None, WRITER
-    ).encode(),
-    "an alias of 90,000 dimensions": Plan(
-        [Region(0, 4, 4)],
-        [Item("w", "float32", (1,), (0,), (1,), None, 0)],
-        [Alias("a", "w", 0, "float32", LONG, LONG)],
-        None,
-        WRITER,
-    ).encode(),
-    "2^3900 elements": Plan(
-        [], [Item("w", "bool", ((1 << 61),) * 64, (0,) * 64, (0,) * 64, None, 0)], [], None, WRITER
-    ).encode(),
-    "an alias of 2^122 elements": Plan(
-        [Region(0, 4, 4)],
-        [Item("w", "float32", (1,), (0,), (1,), None, 0)],
-        [Alias("a", "w", 0, "float32", (1 << 61, 1 << 61), (0, 0))],
-        None,
-        WRITER,
-    ).encode(),
-    "nested": document(metadata=b"\x81\xa1w" * 100_000 + b"\xc0"),
-}
+
+
+def plans() -> dict[str, bytes]:
+    return {
+        "metadata of lists": document(metadata=b"\x81\xa1w" + array(MANY, b"\x90")),
+        "metadata of maps": document(
+            metadata=described(chunks=array(5 * MILLION, b"\x81\xa1a\x01"))
+        ),
+        "shards without dimensions": document(
+            metadata=described(chunks=array(3 * MILLION, b"\x92\x90\x90"))
+        ),
+        "metadata of other names": document(
+            metadata=b"\xdf"
+            + (5 * MILLION).to_bytes(4)
+            + b"".join(b"\xa4%04x\x80" % n for n in range(MILLION)) * 5
+        ),
+        "millions of items": document(items=array(2 * MILLION, ITEM)),
+        "millions of regions": document(regions=array(MANY // 4, b"\x93\x00\x00\x01")),
+        "many writers": document(
+            writer=b"\xdf"
+            + (1 << 20).to_bytes(4)
+            + b"".join(b"\xa5%05x\xa1a" % n for n in range(1 << 20))
+        ),
+        "90,000 dimensions": Plan(
+            [Region(0, 4, 4)], [Item("w", "float32", LONG, LONG, LONG, LONG, 0)], [], None, WRITER
+        ).encode(),
+        "an alias of 90,000 dimensions": Plan(
+            [Region(0, 4, 4)],
+            [Item("w", "float32", (1,), (0,), (1,), None, 0)],
+            [Alias("a", "w", 0, "float32", LONG, LONG)],
+            None,
+            WRITER,
+        ).encode(),
+        "2^3900 elements": Plan(
+            [],
+            [Item("w", "bool", ((1 << 61),) * 64, (0,) * 64, (0,) * 64, None, 0)],
+            [],
+            None,
+            WRITER,
+        ).encode(),
+        "an alias of 2^122 elements": Plan(
+            [Region(0, 4, 4)],
+            [Item("w", "float32", (1,), (0,), (1,), None, 0)],
+            [Alias("a", "w", 0, "float32", (1 << 61, 1 << 61), (0, 0))],
+            None,
+            WRITER,
+        ).encode(),
+        "nested": document(metadata=b"\x81\xa1w" * 100_000 + b"\xc0"),
+    }
 
 
 PART = {
@@ -167,55 +176,59 @@ def manifest_text() -> str:
     ).replace(', "sha256": ""', "")
 
 
-MANIFESTS: dict[str, bytes] = {
-    "2^62 ranks": manifest(lambda m: m.update(world_size=(1 << 62) - 1)),
-    "lists": spliced("[" + "[]," * (9 * MILLION) + "[]]"),
-    "texts": spliced("[" + '"ab",' * (9 * MILLION) + '""]'),
-    "maps": spliced("[" + '{"ab":1},' * (5 * MILLION) + "{}]"),
-    "nested": spliced("[" * 300 + "]" * 300),
-    "nested further": spliced("[" * 100_000 + "]" * 100_000),
-    "a number without end": spliced("9" * 5000),
-    "a number beyond every float": spliced("1e999"),
-    "metadata of a list": manifest(lambda m: m.update(metadata=[1])),
-    "metadata of another shape": manifest(
-        lambda m: m.update(metadata={"state_dict_metadata": [1]})
-    ),
-    "a tensor of another shape": manifest(
-        lambda m: m.update(metadata={"state_dict_metadata": {"w": 1}})
-    ),
-    "a size of another shape": manifest(
-        lambda m: m.update(
-            metadata={"state_dict_metadata": {"w": {"dtype": "bool", "size": {"a": 1}}}}
-        )
-    ),
-    "90,000 dimensions": manifest(
-        lambda m: m.update(metadata={"state_dict_metadata": {"w": {"size": [1] * 90_000}}})
-    ),
-    "many files": manifest(lambda m: m.update(parts=[PART | {"files": 1 << 60}])),
-    "an endless job": manifest(lambda m: m.update(job="x" * 257)),
-    "many writers": manifest(lambda m: m.update(writer={str(n): "" for n in range(65)})),
-}
+def manifests() -> dict[str, bytes]:
+    return {
+        "2^62 ranks": manifest(lambda m: m.update(world_size=(1 << 62) - 1)),
+        "lists": spliced("[" + "[]," * (9 * MILLION) + "[]]"),
+        "texts": spliced("[" + '"ab",' * (9 * MILLION) + '""]'),
+        "maps": spliced("[" + '{"ab":1},' * (5 * MILLION) + "{}]"),
+        "nested": spliced("[" * 300 + "]" * 300),
+        "nested further": spliced("[" * 100_000 + "]" * 100_000),
+        "a number without end": spliced("9" * 5000),
+        "a number beyond every float": spliced("1e999"),
+        "metadata of a list": manifest(lambda m: m.update(metadata=[1])),
+        "metadata of another shape": manifest(
+            lambda m: m.update(metadata={"state_dict_metadata": [1]})
+        ),
+        "a tensor of another shape": manifest(
+            lambda m: m.update(metadata={"state_dict_metadata": {"w": 1}})
+        ),
+        "a size of another shape": manifest(
+            lambda m: m.update(
+                metadata={"state_dict_metadata": {"w": {"dtype": "bool", "size": {"a": 1}}}}
+            )
+        ),
+        "90,000 dimensions": manifest(
+            lambda m: m.update(metadata={"state_dict_metadata": {"w": {"size": [1] * 90_000}}})
+        ),
+        "many files": manifest(lambda m: m.update(parts=[PART | {"files": 1 << 60}])),
+        "an endless job": manifest(lambda m: m.update(job="x" * 257)),
+        "many writers": manifest(lambda m: m.update(writer={str(n): "" for n in range(65)})),
+    }
 
-REQUESTS: dict[str, bytes] = {
-    "beyond its limit": SnapshotRequest(user_content=" " * (1 << 20) + "1").encode(),
-    "nested": SnapshotRequest(user_content="[" * 300 + "]" * 300).encode(),
-    "no time": SnapshotRequest(created=float("nan")).encode(),
-}
+
+def requests() -> dict[str, bytes]:
+    return {
+        "beyond its limit": SnapshotRequest(user_content=" " * (1 << 20) + "1").encode(),
+        "nested": SnapshotRequest(user_content="[" * 300 + "]" * 300).encode(),
+        "no time": SnapshotRequest(created=float("nan")).encode(),
+    }
 
 
 @pytest.mark.usefixtures("processes")
 @pytest.mark.parametrize(
-    ("module", "function", "documents"),
+    ("module", "function", "made"),
     [
-        ("ckptd.shared.formats.plan", "Plan.decode", PLANS),
-        ("ckptd.shared.formats.manifest", "Manifest.decode", MANIFESTS),
-        ("ckptd.shared.formats.snapshot_request", "SnapshotRequest.decode", REQUESTS),
+        ("ckptd.shared.formats.plan", "Plan.decode", plans),
+        ("ckptd.shared.formats.manifest", "Manifest.decode", manifests),
+        ("ckptd.shared.formats.snapshot_request", "SnapshotRequest.decode", requests),
     ],
     ids=["plans", "manifests", "requests"],
 )
 def test_hostile_documents_are_refused_in_little_memory(
-    module: str, function: str, documents: dict[str, bytes], tmp_path: Path
+    module: str, function: str, made: Callable[[], dict[str, bytes]], tmp_path: Path
 ) -> None:
+    documents = made()
     found = outcomes(module, function, documents, tmp_path)
     assert {name: kind for name, (kind, _) in found.items()} == dict.fromkeys(
         documents, "IntegrityError"
