@@ -1,19 +1,27 @@
 """Runs scripts in forked processes that have imported torch, ckptd and the frameworks
 already: a life of a training takes a tenth of the time that a new interpreter needs.
+
+Such a process ends as an interpreter does: it waits for its threads, and calls what was
+registered with `atexit`. It leaves its modules whole, because to take torch apart would
+cost a second.
 """
 
 from __future__ import annotations
 
 import atexit
+import builtins
 import multiprocessing
 import os
 import runpy
 import signal
+import subprocess
 import sys
+import tempfile
+import threading
 import time
-import traceback
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 
 import torch
 
@@ -85,6 +93,66 @@ def run(
     return Ended(code, output.read_text())
 
 
+def python(
+    *command: object,
+    environment: dict[str, str] | None = None,
+    directory: Path | None = None,
+    timeout: float = 120.0,
+) -> subprocess.CompletedProcess[str]:
+    """Run a script, `-c CODE` or `-m MODULE` with its arguments, as `subprocess.run`
+    would run `python` with this command, environment and directory.
+
+    Raises TimeoutError after `timeout` seconds, when the process has been killed.
+    """
+    with tempfile.TemporaryDirectory() as place:
+        running = Python(*command, environment=environment, directory=directory, place=Path(place))
+        return running.communicate(timeout)
+
+
+class Python:
+    """A process that runs a script, `-c CODE` or `-m MODULE`, with its arguments.
+
+    Its standard output and standard error are the files `out` and `err` in `place`.
+    """
+
+    def __init__(
+        self,
+        *command: object,
+        place: Path,
+        environment: dict[str, str] | None = None,
+        directory: Path | None = None,
+    ) -> None:
+        self.command = [str(word) for word in command]
+        self.out, self.err = place / "out", place / "err"
+        self.process = context().Process(
+            target=_python,
+            args=(
+                self.command,
+                dict(os.environ) if environment is None else environment,
+                directory or Path.cwd(),
+                self.out,
+                self.err,
+            ),
+            daemon=True,
+        )
+        self.process.start()
+
+    def communicate(self, timeout: float = 120.0) -> subprocess.CompletedProcess[str]:
+        """Wait until the process has ended. Return its exit code and what it printed.
+
+        Raises TimeoutError after `timeout` seconds, when the process has been killed.
+        """
+        self.process.join(timeout)
+        code = self.process.exitcode
+        if code is None:
+            self.process.kill()
+            self.process.join()
+        printed = [file.read_text() if file.exists() else "" for file in (self.out, self.err)]
+        if code is None:
+            raise TimeoutError(f"{self.command} has not ended within {timeout:g} s:\n{printed}")
+        return subprocess.CompletedProcess(self.command, code, *printed)
+
+
 def _main(
     script: Path,
     arguments: tuple[str, ...],
@@ -93,23 +161,50 @@ def _main(
     output: Path,
 ) -> None:
     os.setsid()
+    _python([str(script), *arguments], environment, directory, output, output)
+
+
+def _python(
+    command: list[str], environment: dict[str, str], directory: Path, out: Path, err: Path
+) -> None:
     multiprocessing.set_start_method(None, force=True)  # the default, and not the server's
-    opened = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(opened, 1)
-    os.dup2(opened, 2)
+    for number, path in ((1, out), (2, err)):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
     os.environ.clear()
     os.environ.update(environment)
     if threads := environment.get("OMP_NUM_THREADS"):  # which was read before the fork
         torch.set_num_threads(int(threads))
     os.chdir(directory)
-    sys.argv = [str(script), *arguments]
-    sys.path.insert(0, str(script.parent))
+    code = 0
     try:
-        runpy.run_path(str(script), run_name="__main__")
-    except Exception:
-        traceback.print_exc()
-        sys.exit(1)
-    finally:
-        atexit._run_exitfuncs()
-        sys.stdout.flush()
-        sys.stderr.flush()
+        _interpret(command)
+    except SystemExit as error:
+        code = error.code if isinstance(error.code, int) else int(error.code is not None)
+        if isinstance(error.code, str):
+            print(error.code, file=sys.stderr)
+    except BaseException as error:
+        sys.excepthook(type(error), error, error.__traceback__)
+        code = 1
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code & 0xFF)
+
+
+def _interpret(command: list[str]) -> None:
+    """Run a command as the module `__main__`, which stays until the process ends."""
+    main = sys.modules["__main__"] = ModuleType("__main__")
+    vars(main)["__builtins__"] = builtins
+    if command[0] == "-m":
+        sys.argv = command[1:]
+        runpy.run_module(command[1], run_name="__main__", alter_sys=True)
+    elif command[0] == "-c":
+        sys.argv = ["-c", *command[2:]]
+        sys.path.insert(0, "")
+        exec(compile(command[1], "<string>", "exec"), vars(main))
+    else:
+        sys.argv = command
+        sys.path.insert(0, str(Path(command[0]).parent))
+        main.__file__ = command[0]
+        exec(compile(Path(command[0]).read_bytes(), command[0], "exec"), vars(main))
