@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import os
 import re
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from ckptd.shared.system import failpoints
 from ckptd.shared.system.collector import paused_collector
 from tests.support import code_map
 from tests.support.assertions import Weak, look
+from tests.support.cases import each_case
 from tests.support.rooms import FACE, ORDER, PACKAGES, ROOT, imports, modules, rooms_of, tree
 
 FILES = sorted(modules().values())
@@ -740,3 +742,28 @@ def test_assertions_that_always_run_are_not_weak(tmp_path: Path, body: str) -> N
     path.write_text(f"def test_x():\n{body}")
     look(path, found := Weak())
     assert found == Weak()
+
+
+def test_every_case_that_fails_is_named(tmp_path: Path) -> None:
+    @each_case("left", [1, 2], ids=["one", "two"])
+    @each_case("right", range(4))
+    def differs(left: int, right: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        (tmp_path / "made once").mkdir()
+        monkeypatch.setenv("CKPTD_CASE", os.environ.get("CKPTD_CASE", "") + "x")
+        assert os.environ["CKPTD_CASE"] == "x"
+        if (left, right) == (2, 3):
+            pytest.skip("a case may not")
+        assert left != right
+
+    with pytest.raises(pytest.fail.Exception) as caught:
+        differs(tmp_path=tmp_path, monkeypatch=None)
+    assert re.findall(r"^.*\d of \d cases: .*|^case .*:", str(caught.value), re.MULTILINE) == [
+        "2 of 2 cases: one; two",
+        "case one:",
+        "Failed: 1 of 4 cases: 1: right=1",
+        "case 1: right=1:",
+        "case two:",
+        "Failed: 2 of 4 cases: 2: right=2; 3: right=3",
+        "case 2: right=2:",
+        "case 3: right=3:",
+    ]

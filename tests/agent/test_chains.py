@@ -30,6 +30,7 @@ from ckptd.shared.formats.manifest import Manifest
 from ckptd.shared.storage import locate
 from ckptd.shared.storage.bucket import Bucket
 from tests.support import chains, stores
+from tests.support.cases import each_case
 from tests.support.chains import CHAINS, STEPS, assert_state, state_of, tag
 from tests.support.daemons import Home, home, running
 from tests.support.ranks import HERE, Ranks
@@ -126,8 +127,8 @@ READERS: list[Callable[[Path, int, Path], State]] = [
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is")
-@pytest.mark.parametrize("step", [4, LAST])
-@pytest.mark.parametrize("read", READERS)
+@each_case("step", [4, LAST])
+@each_case("read", READERS)
 def test_every_reader_reads_a_chain(
     job: Path, tmp_path: Path, read: Callable[[Path, int, Path], State], step: int
 ) -> None:

@@ -27,6 +27,7 @@ from ckptd.shared.formats.plan import MAX_TEXT, Item, Plan, Region
 from ckptd.shared.formats.snapshot_request import MAX_REQUEST, SnapshotRequest
 from tests.shared.samples import WRITER
 from tests.support import kinds
+from tests.support.cases import each_case
 
 SMALL, MORE = 20_000, 20_001
 
@@ -52,7 +53,7 @@ def read(state: Any, monkeypatch: pytest.MonkeyPatch) -> None:
             reader()
 
 
-@pytest.mark.parametrize(
+@each_case(
     "state",
     [
         ["ab"] * MORE, {"texts": ("ab",) * SMALL}, {str(n): 0 for n in range(SMALL)},
@@ -76,7 +77,7 @@ def test_too_many_objects_are_refused_by_the_writer_and_by_the_readers(
     read(state, monkeypatch)
 
 
-@pytest.mark.parametrize("number", range(20))
+@each_case("number", range(20))
 def test_the_writer_counts_at_least_what_a_reader_counts(number: int) -> None:
     rng = random.Random(number)
     made = Packer()

@@ -16,6 +16,7 @@ from ckptd.agent.pending import Goal, Pending, PendingSnapshot
 from ckptd.agent.threads.call_lock import CallLock
 from ckptd.shared.errors import Busy, CkptdError, SnapshotFailed, StorageError
 from ckptd.shared.wire.lifecycle import Event, IllegalStep
+from tests.support.cases import each_case
 
 TO_DURABLE = (Event.GRANT, Event.STAGE, Event.SEAL, Event.COMMIT)
 
@@ -37,7 +38,7 @@ def waits(snapshot: PendingSnapshot, state: Goal) -> str:
         return f"{type(error).__name__}: {error}"
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("events", "state", "granted", "reached"),
     [
         (0, "staged", False, 0),
@@ -90,7 +91,7 @@ def superseded() -> PendingSnapshot:
     return pending
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("made", "said"),
     [
         (moved, "staged (being copied into memory)"),
@@ -399,7 +400,7 @@ def to_be_copied(*events: Event, persist: bool = True) -> PendingSnapshot:
     return pending
 
 
-@pytest.mark.parametrize("events", range(5))
+@each_case("events", range(5))
 def test_a_snapshot_that_is_not_copied_says_so_at_once(events: int) -> None:
     assert waits(moved(*TO_DURABLE[:events]), "replicated") == OFF
 

@@ -25,6 +25,7 @@ from ckptd.shared.errors import SnapshotFailed
 from ckptd.shared.interval import THIRD_SLOT, Costs, Failures, SaveLevel, choose
 from ckptd.shared.wire.lifecycle import Event
 from tests.shared.samples import steady
+from tests.support.cases import each_case
 from tests.support.daemons import Daemon, Home, running
 from tests.support.ranks import HERE, Ranks
 
@@ -162,7 +163,7 @@ def test_a_few_quick_steps_do_not_delay_the_next_decision_much() -> None:
 # -- what a training script sees
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("given", "options", "words"),
     [
         ((), {}, "give exactly one of them"),

@@ -15,6 +15,7 @@ from packaging.requirements import Requirement
 
 from ckptd.agent.torch_support import LOWEST, check
 from ckptd.shared.errors import UnsupportedTorch
+from tests.support.cases import each_case
 
 PROJECT = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
 
@@ -34,7 +35,7 @@ def last_line(code: str, **environment: str) -> str:
     return (done.stderr or done.stdout).splitlines()[-1]
 
 
-@pytest.mark.parametrize(
+@each_case(
     "version",
     [
         LOWEST,

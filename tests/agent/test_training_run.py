@@ -20,6 +20,7 @@ from ckptd.agent import Agent, Batches, Checkpoint, Schedule, default, training
 from ckptd.agent.training_run import Training
 from ckptd.shared.errors import InvalidRequest, SnapshotFailed, UnsavableValue
 from tests.support import scripts
+from tests.support.cases import each_case
 from tests.support.daemons import Daemon
 from tests.support.ranks import HERE, Ranks
 
@@ -179,7 +180,7 @@ def test_the_error_of_the_loop_counts_if_the_end_fails_too(
     agent.close()
 
 
-@pytest.mark.parametrize("every", [0, -1, "", "10", "10 minutes", "0m", 2.5, None, "auto"])
+@each_case("every", [0, -1, "", "10", "10 minutes", "0m", 2.5, None, "auto"])
 def test_an_interval_that_means_nothing_is_refused(every: Any) -> None:
     with pytest.raises(InvalidRequest, match=r"^every is .*; expected a number of steps from 1 up"):
         training({}, every=every)

@@ -16,6 +16,7 @@ from ckptd.shared.formats.plan import DEFAULT_CHUNK
 from ckptd.shared.location import Url
 from ckptd.shared.retention import BestN, EveryNSteps
 from ckptd.shared.system.machine import default_state_dir
+from tests.support.cases import each_case
 
 ROOT = {"root": "/ckpts", "socket": "/run/ckptd/s"}
 
@@ -126,7 +127,7 @@ SAMPLES: dict[str, tuple[str, str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", FIELDS)
+@each_case("name", FIELDS)
 def test_every_setting_may_stand_in_the_file_and_in_the_environment(name: str, file: Path) -> None:
     toml, text, value = SAMPLES[name]
     file.write_text(f"{name} = {toml}\n")
@@ -184,7 +185,7 @@ def test_root_and_socket_must_be_set(missing: str, words: str) -> None:
         load({key: value for key, value in ROOT.items() if key != missing}, {}, None)
 
 
-@pytest.mark.parametrize(
+@each_case(
     "variable", ["CKPTD_JOB", "CKPTD_FAILPOINTS", "CKPTD_PYTHON", "CKPTD_TAKEOVER", "CKPTD_CONFIG"]
 )
 def test_variables_of_the_agent_are_not_settings(variable: str) -> None:
@@ -273,7 +274,7 @@ def test_a_policy_that_makes_no_sense_is_named(value: Any, words: str) -> None:
     assert str(refused.value).startswith(f"--keep: {words}")
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("name", "value", "words"),
     [
         ("slots", "two", "expected a number"),
@@ -300,7 +301,7 @@ def test_values_of_the_wrong_kind_are_named(name: str, value: Any, words: str) -
         load({**ROOT, name: value}, {}, None)
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("text", "value"),
     [("true", True), ("TRUE", True), ("1", True), ("false", False), ("False", False), ("0", False)],
 )
@@ -311,7 +312,7 @@ def test_booleans_in_the_environment(text: str, value: bool) -> None:
 # -- bounds
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("name", "good", "bad"),
     [
         ("root", [Path("/"), Path("/a")], [Path("a"), Path()]),

@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 
 from ckptd.daemon.http_address import EXPECTED, HttpAddress, parse_http_address
+from tests.support.cases import each_case
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("text", "address"),
     [
         ("127.0.0.1:9419", HttpAddress("127.0.0.1", 9419)),
@@ -29,7 +30,7 @@ def test_an_address_reads_as_it_was_written(text: str) -> None:
     assert str(parse_http_address(text)) == text
 
 
-@pytest.mark.parametrize(
+@each_case(
     "text", ["", "9419", ":9419", "127.0.0.1", "127.0.0.1:", "127.0.0.1:65536", "127.0.0.1:x",
              "::1:9419", "127.0.0.1:٣", "http://127.0.0.1:9419"],
 )  # fmt: skip
@@ -39,7 +40,7 @@ def test_what_is_no_address_is_refused_with_what_was_expected(text: str) -> None
     assert str(caught.value) == f"http is {text!r}; expected {EXPECTED}"
 
 
-@pytest.mark.parametrize("host", ["0.0.0.0", "[::]", "10.0.0.7", "node-3", "127.0.0.1.evil.org"])
+@each_case("host", ["0.0.0.0", "[::]", "10.0.0.7", "node-3", "127.0.0.1.evil.org"])
 def test_other_machines_may_not_read(host: str) -> None:
     with pytest.raises(ValueError) as caught:
         parse_http_address(f"{host}:9419")
@@ -53,7 +54,7 @@ def test_a_socket_needs_a_path_that_the_kernel_takes(text: str) -> None:
         parse_http_address(text)
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("text", "shown", "local"),
     [
         ("0.0.0.0:80", "0.0.0.0:80", False), ("[::]:80", "[::]:80", False),
@@ -66,7 +67,7 @@ def test_the_page_may_have_any_ip_address(text: str, shown: str, local: bool) ->
     assert (str(address), address.is_local) == (shown, local)
 
 
-@pytest.mark.parametrize("host", ["node-3", "127.0.0.1.evil.org", "0.0.0", "[0.0.0.0", "::"])
+@each_case("host", ["node-3", "127.0.0.1.evil.org", "0.0.0", "[0.0.0.0", "::"])
 def test_a_name_is_no_ip_address(host: str) -> None:
     with pytest.raises(ValueError, match="http is .*; expected "):
         parse_http_address(f"{host}:9419", remote=True)

@@ -39,6 +39,7 @@ from tests.oracle.references import Facts, dump, facts_of, load_by_name
 from tests.oracle.runner import Child, judging, judging_spread, results, serve
 from tests.oracle.shrink import shrink
 from tests.oracle.worker import Ended, Jobs, Task
+from tests.support.cases import each_case
 from tests.support.daemons import Daemon
 
 BLOCKS = (Block("a", "linear"), Block("b", "batchnorm"), Block("c", "buffers"), Block("d", "extra"))
@@ -180,7 +181,7 @@ def _leave_a_value(state: dict[str, Any]) -> None:
     state["kept"] = state["kept"]._replace(x=0)
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("spoil", "kind"),
     [
         (_swap, "a parameter differs"),
@@ -270,7 +271,7 @@ OTHER_SHAPE = replace(
 )
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("pair", "error", "first", "kind"),
     [
         (

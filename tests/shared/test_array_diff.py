@@ -24,6 +24,7 @@ from ckptd.shared.array_diff import CheckpointDifference, difference, numbers
 from tests.agent.convert.saved import DTYPES, bits, random
 from tests.crash.hostile import forge
 from tests.shared.test_array_checkpoint import pieces
+from tests.support.cases import each_case
 from tests.support.daemons import Daemon, home, running
 
 _JOBS = itertools.count()
@@ -56,7 +57,7 @@ def compared(served: Daemon, a: Any, b: Any) -> CheckpointDifference:
 # -- numbers
 
 
-@pytest.mark.parametrize(
+@each_case(
     "name",
     ["float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu"],
 )

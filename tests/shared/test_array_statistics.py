@@ -15,6 +15,7 @@ from ckptd.shared import array_statistics
 from ckptd.shared.array_checkpoint import ArrayCheckpoint
 from ckptd.shared.array_statistics import BINS, TensorStatistics, tensor_statistics
 from ckptd.shared.errors import InvalidRequest, NotFound
+from tests.support.cases import each_case
 from tests.support.daemons import home, running
 
 torch.manual_seed(1)
@@ -57,7 +58,7 @@ def checkpoint() -> Iterator[ArrayCheckpoint]:
             yield opened
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@each_case("dtype", DTYPES)
 def test_the_figures_are_those_of_torch(checkpoint: ArrayCheckpoint, dtype: torch.dtype) -> None:
     found, wide = tensor_statistics(checkpoint, str(dtype)), TENSORS[str(dtype)].double()
     assert (found.elements, found.non_finite, found.magnitudes) == (2100, 0, False)
@@ -91,7 +92,7 @@ def test_equal_values_have_one_bin_and_a_span_beyond_floats_none(
     assert (wide.bins, wide.minimum) == ((), -1.7e308)
 
 
-@pytest.mark.parametrize("name", NARROW)
+@each_case("name", NARROW)
 def test_values_with_no_room_between_them_have_one_bin(
     checkpoint: ArrayCheckpoint, name: str
 ) -> None:

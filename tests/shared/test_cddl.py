@@ -23,6 +23,7 @@ from ckptd.shared.formats.snapshot_request import SnapshotRequest
 from ckptd.shared.wire import messages as m
 from ckptd.shared.wire.board import Answer, Holding
 from tests.shared.test_documents import FORMAT, code_names, rows, section
+from tests.support.cases import each_case
 
 REFERENCE = Path(__file__).parents[2] / "docs" / "reference"
 FORMAT_CDDL, PROTOCOL_CDDL = (
@@ -213,12 +214,12 @@ def test_errors_in_a_grammar_are_found() -> None:
     assert (used - defined - PRELUDE, defined - used - ROOTS) == ({"nowhere"}, {"extra"})
 
 
-@pytest.mark.parametrize("cls", OF_FORMAT, ids=lambda cls: cls.__name__)
+@each_case("cls", OF_FORMAT, ids=lambda cls: cls.__name__)
 def test_every_structure_of_a_file_is_what_the_code_decodes(cls: type[Any]) -> None:
     assert rule_of(FORMAT_CDDL, OF_FORMAT[cls]) == entries(cls, OF_FORMAT)
 
 
-@pytest.mark.parametrize("cls", OF_PROTOCOL, ids=lambda cls: cls.__name__)
+@each_case("cls", OF_PROTOCOL, ids=lambda cls: cls.__name__)
 def test_every_message_is_what_the_code_decodes(cls: type[Any]) -> None:
     assert rule_of(PROTOCOL_CDDL, OF_PROTOCOL[cls]) == entries(cls, OF_PROTOCOL)
 

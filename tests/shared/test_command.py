@@ -11,9 +11,10 @@ from click.testing import CliRunner
 from ckptd.shared import command
 from ckptd.shared import errors as e
 from ckptd.shared.command import ask_before_deleting, json_option, speaks
+from tests.support.cases import each_case
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("error", "code"),
     [
         (e.InvalidName("x"), 2), (e.InvalidRequest("x"), 2), (e.InvalidConfig("x"), 2),

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, get_args
 
 import msgspec
-import pytest
 
 import ckptd.shared
 from ckptd.daemon.journal import file as jf
@@ -42,6 +41,7 @@ from ckptd.shared.wire import messages as m
 from ckptd.shared.wire.board import Answer, Holding
 from tests.golden import make
 from tests.shared.wire.samples import MESSAGES
+from tests.support.cases import each_case
 
 SHARED = Path(inspect.getfile(ckptd.shared)).parent
 FORMAT, PROTOCOL = ((SHARED / name).read_text() for name in ("FORMAT.md", "PROTOCOL.md"))
@@ -171,7 +171,7 @@ def _lines(contents: str) -> list[tuple[str, str]]:
     return found
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("document", "kind", "file", "contents"),
     EXAMPLES,
     ids=lambda v: v[:24] if isinstance(v, str) else v,
@@ -269,14 +269,14 @@ def test_names_in_the_examples() -> None:
 # -- FORMAT.md mentions everything
 
 
-@pytest.mark.parametrize(
+@each_case(
     "magic", [segment.SEGMENT_MAGIC, segment.CHECK_MAGIC, part.PART_MAGIC, part.END_MAGIC, jf.MAGIC]
 )
 def test_every_magic_is_in_the_document(magic: bytes) -> None:
     assert f"magic `{magic.decode()}`" in FORMAT
 
 
-@pytest.mark.parametrize("number", [1, 2, 3, 4, 5, 6, 7])
+@each_case("number", [1, 2, 3, 4, 5, 6, 7])
 def test_headings_name_their_modules(number: int) -> None:
     heading = section(FORMAT, number).splitlines()[0]
     modules = [name for name in code_names(heading) if name.endswith(".py")]

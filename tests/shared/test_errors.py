@@ -6,9 +6,8 @@ import errno
 import inspect
 import re
 
-import pytest
-
 from ckptd.shared import errors as e
+from tests.support.cases import each_case
 
 
 def _classes() -> list[type[e.CkptdError]]:
@@ -23,7 +22,7 @@ def test_the_classes_are_those_of_the_docstring() -> None:
     assert drawn == {cls.__name__ for cls in _classes()}
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("code", "cls"),
     [
         ("protocol", e.ProtocolError), ("version", e.VersionMismatch), ("forbidden", e.Forbidden),
@@ -53,7 +52,7 @@ def test_no_two_classes_share_a_code() -> None:
     assert {code: found for code, found in by_code.items() if len(found) > 1} == {}
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("number", "text"),
     [
         (

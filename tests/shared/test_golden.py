@@ -29,6 +29,7 @@ from ckptd.shared.wire import frames
 from ckptd.shared.wire import messages as m
 from tests.golden import make, make_ranks, make_v2
 from tests.shared.wire.samples import MESSAGES
+from tests.support.cases import each_case
 from tests.support.storage import source
 
 PLACE = make.PLACE
@@ -65,7 +66,7 @@ def test_one_small_file_of_each_format() -> None:
     assert max(found.values()) <= 40_000
 
 
-@pytest.mark.parametrize("name", make.files())
+@each_case("name", make.files())
 def test_every_golden_file_is_written_again_byte_for_byte(name: str) -> None:
     assert make.files()[name] == read(name)
 
@@ -210,7 +211,7 @@ def test_the_golden_documents_have_every_field() -> None:
     assert read("newest") == b"step-00001000.a0002\n"
 
 
-@pytest.mark.parametrize("message", MESSAGES, ids=make.tag_of)
+@each_case("message", MESSAGES, ids=make.tag_of)
 def test_the_golden_frames_have_every_message(message: m.Message) -> None:
     (payload,) = frames.Decoder().feed(read(f"frames/{make.tag_of(message)}.frame"))
     assert m.decode(payload) == message

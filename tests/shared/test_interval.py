@@ -22,6 +22,7 @@ from ckptd.shared.interval import (
     share_of_time,
 )
 from tests.shared.samples import steady
+from tests.support.cases import each_case
 
 # -- one level
 
@@ -33,7 +34,7 @@ def lost(interval: float, cost: float, mtbf: float) -> float:
     return mtbf * math.expm1((interval + cost) / mtbf) / interval
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("cost", "mtbf"), [(0.01, 3600), (1, 3600), (60, 3600), (5, 86400), (600, 3600), (2000, 3600)]
 )
 def test_no_other_interval_loses_less(cost: float, mtbf: float) -> None:
@@ -110,7 +111,7 @@ def brute_force(levels: Sequence[SaveLevel], intervals: Sequence[float]) -> Inte
 MEMORY, STORAGE = SaveLevel("memory", 0.02, 3 * 3600), SaveLevel("storage", 2.0, 30 * 3600)
 
 
-@pytest.mark.parametrize(
+@each_case(
     "levels",
     [
         (MEMORY, STORAGE),

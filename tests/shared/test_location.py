@@ -9,11 +9,12 @@ import pytest
 
 from ckptd.shared.errors import InvalidConfig
 from ckptd.shared.location import Url, is_place, local, located, url_scheme
+from tests.support.cases import each_case
 
 BUCKET = Url("s3", "bucket")
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("root", "scheme"),
     [
         ("s3://bucket/x", "s3"), ("gs://b", "gs"), ("file:///ckpts", "file"), ("S3://B", "S3"),
@@ -25,7 +26,7 @@ def test_url_scheme(root: str | Path, scheme: str) -> None:
     assert url_scheme(root) == scheme
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("text", "url", "shown"),
     [
         ("s3://bucket", BUCKET, "s3://bucket"),
@@ -62,7 +63,7 @@ def test_a_url_has_parents_like_a_path() -> None:
     assert (BUCKET.name, url.resolve()) == ("", url)
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("text", "why"),
     [
         ("hdfs://host/x", "cannot save to; expected a directory, or s3://"),
@@ -81,7 +82,7 @@ def test_a_url_that_names_no_place_is_refused(text: str, why: str) -> None:
     assert not is_place(text)
 
 
-@pytest.mark.parametrize(
+@each_case(
     "text",
     [
         "s3://KEY:SECRET@bucket/x",

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from ckptd.shared import names
 from ckptd.shared.errors import InvalidName
 from tests.shared.samples import steady
+from tests.support.cases import each_case
 
 NAME = string.ascii_letters + string.digits + "._-"
 NONCE = bytes(range(16))
@@ -25,14 +26,14 @@ BAD = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("name", GOOD)
+@each_case("name", GOOD)
 def test_check_name_returns_what_may_be_a_name(name: str) -> None:
     assert names.check_name("job", name) == name
     assert names.check_user_tag(name) == name
 
 
-@pytest.mark.parametrize("name", BAD, ids=ascii)
-@pytest.mark.parametrize("kind", ["job", "tag"])
+@each_case("name", BAD, ids=ascii)
+@each_case("kind", ["job", "tag"])
 def test_check_name_refuses_in_one_sentence(kind: str, name: str) -> None:
     with pytest.raises(InvalidName) as caught:
         names.check_name(kind, name)
@@ -43,7 +44,7 @@ def test_check_name_refuses_in_one_sentence(kind: str, name: str) -> None:
     assert len(text) < 250
 
 
-@pytest.mark.parametrize("name", [None, 3, b"gpt", Path("gpt"), ["gpt"]], ids=repr)
+@each_case("name", [None, 3, b"gpt", Path("gpt"), ["gpt"]], ids=repr)
 def test_check_name_refuses_other_types(name: object) -> None:
     with pytest.raises(InvalidName, match="cannot be a name"):
         names.check_name("job", name)  # type: ignore[arg-type]
@@ -86,7 +87,7 @@ def test_user_tags_may_not_look_like_those_of_ckptd(tag: str) -> None:
     assert names.check_name("job", tag) == tag
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("step", "tag", "attempt", "directory", "stem"),
     [
         (1000, None, 2, "step-00001000.a0002", "step-00001000"),
@@ -132,7 +133,7 @@ def test_tag_directories_of_users_round_trip(tag: str, attempt: int) -> None:
     )
 
 
-@pytest.mark.parametrize(
+@each_case(
     "name",
     [
         "", "gpt", "step-00001000", "step-00001000.a1", "step-00001000.a0002.tmp",
@@ -146,7 +147,7 @@ def test_other_names_do_not_parse_as_a_tag_directory(name: str) -> None:
     assert names.parse_tag_directory(name) is None
 
 
-@pytest.mark.parametrize(
+@each_case(
     "name",
     [
         "best.a00002",
@@ -181,7 +182,7 @@ def test_data_files_belong_to_their_part() -> None:
     assert names.is_standalone_file(data)
 
 
-@pytest.mark.parametrize("number", ["0000", "1", "012", "00012", "-001", "1234567890", "000x", ""])
+@each_case("number", ["0000", "1", "012", "00012", "-001", "1234567890", "000x", ""])
 def test_other_names_do_not_parse_as_a_data_file(number: str) -> None:
     assert names.part_of(f"rank-00007.{HEX}.{number}.ckpt") is None
     assert not names.is_standalone_file(f"rank-00007.{HEX}.{number}.ckpt")
@@ -204,7 +205,7 @@ def test_part_files_round_trip(rank: int, nonce: bytes) -> None:
     assert names.parse_part_file(names.part_file(rank, nonce)) == (rank, nonce)
 
 
-@pytest.mark.parametrize(
+@each_case(
     "name",
     [
         "rank-0.ckpt", f"rank-0000.{HEX}.ckpt", f"rank-00000.{HEX.upper()}.ckpt",
@@ -225,7 +226,7 @@ def test_attempt_files() -> None:
         assert names.parse_attempt_file(names.attempt_file(attempt)) == attempt
 
 
-@pytest.mark.parametrize(
+@each_case(
     "name",
     [
         "",

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from ckptd.shared import retention as r
 from tests.shared.samples import steady
+from tests.support.cases import each_case
 
 
 @dataclass
@@ -307,7 +308,7 @@ EVERY: list[tuple[r.Policy, str]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("policy", "text"), EVERY, ids=[text for _, text in EVERY])
+@each_case(("policy", "text"), EVERY, ids=[text for _, text in EVERY])
 def test_every_policy_is_parsed_from_its_text(policy: r.Policy, text: str) -> None:
     assert r.parse(text) == policy
     assert r.parse(repr(policy)) == policy
@@ -327,7 +328,7 @@ def test_a_policy_is_written_briefly_for_people() -> None:
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("text", "words"),
     [
         ("", r"'' is no retention policy; expected one like 'LatestN\(5\)' or"),
@@ -409,7 +410,7 @@ def test_one_policy_may_be_given_without_a_list(given: Any) -> None:
     assert r.checked(given) == (r.LatestN(2),)
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("given", "words"),
     [
         ([], "retention has 0 policies; expected 1 to 64"),

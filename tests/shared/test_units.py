@@ -20,9 +20,10 @@ from ckptd.shared.units import (
     some_text,
     span_text,
 )
+from tests.support.cases import each_case
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("nbytes", "text"),
     [
         (0, "0 B"),
@@ -37,7 +38,7 @@ def test_sizes_have_the_unit_that_fits(nbytes: float, text: str) -> None:
     assert size_text(nbytes) == text
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("done", "total", "text"),
     [
         (0, 0, "0 of 0 B"),
@@ -81,7 +82,7 @@ def test_long_lists_end_with_the_number_of_the_others() -> None:
     assert rank_list([]) == "ranks "
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("seconds", "text"),
     [(0.4, "0 s"), (59.4, "59 s"), (60, "1 min"), (3599, "59 min"), (7380, "2 h 3 min")],
 )
@@ -96,7 +97,7 @@ def test_ranges_join_numbers_that_follow_each_other() -> None:
     assert ranges_text(range(0, 20, 2)) == "0, 2, 4, 6, 8, 10, 12, 14 and 2 more"
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("text", "size"),
     [
         ("0", 0), ("24", 24), ("1k", 1000), ("1K", 1000), ("1Ki", 1024), ("1KiB", 1024), ("1kB",
@@ -109,7 +110,7 @@ def test_sizes_are_parsed_with_their_units(text: str, size: int) -> None:
     assert parse_size(text) == size
 
 
-@pytest.mark.parametrize(
+@each_case(
     "text",
     [
         "",
@@ -138,7 +139,7 @@ def test_anything_but_a_size_is_refused(text: str) -> None:
         parse_size(text)
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("text", "seconds"),
     [
         ("90", 90),
@@ -155,13 +156,13 @@ def test_times_are_read_with_their_units(text: str, seconds: float) -> None:
     assert parse_span(text) == seconds
 
 
-@pytest.mark.parametrize("text", ["", "m", "30 minutes", "-1m", "1e3", "nan", "inf", "1h30m", "٣m"])
+@each_case("text", ["", "m", "30 minutes", "-1m", "1e3", "nan", "inf", "1h30m", "٣m"])
 def test_what_is_no_time_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match=f"^{re.escape(text)}$"):
         parse_span(text)
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("seconds", "text"),
     [
         (0.0, "0 ms"), (0.00012, "0.12 ms"), (0.02, "20 ms"), (0.9994, "999 ms"), (1, "1.0 s"),

@@ -53,6 +53,7 @@ from ckptd.shared.wire import messages as m
 from tests.golden.make import tag_of
 from tests.shared.test_documents import FORMAT, PROTOCOL, code_names, rows, section
 from tests.shared.wire.samples import MESSAGES
+from tests.support.cases import each_case
 from tests.support.storage import source
 from tests.vectors import make
 from tests.vectors.frames import shown
@@ -201,7 +202,7 @@ def digest(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
-@pytest.mark.parametrize("name", named("checkpoints", "read"))
+@each_case("name", named("checkpoints", "read"))
 def test_a_sound_checkpoint_without_torch(name: str, place: Path) -> None:
     entry = VECTORS[name]
     with opened(place, entry) as checkpoint:
@@ -236,7 +237,7 @@ def test_a_sound_checkpoint_without_torch(name: str, place: Path) -> None:
         checkpoint.load()
 
 
-@pytest.mark.parametrize("name", named("checkpoints", "read"))
+@each_case("name", named("checkpoints", "read"))
 def test_a_sound_checkpoint_with_torch(name: str, place: Path) -> None:
     import torch
 
@@ -291,9 +292,7 @@ def test_trees_are_merged_with_torch_as_without(name: str, place: Path) -> None:
         assert plain(checkpoint.load()) == entry["state"]
 
 
-@pytest.mark.parametrize(
-    "name", [name for name in named("checkpoints", "read") if "shards" in VECTORS[name]]
-)
+@each_case("name", [name for name in named("checkpoints", "read") if "shards" in VECTORS[name]])
 def test_rules_give_the_shards_that_the_vector_lists(name: str, place: Path) -> None:
     entry = VECTORS[name]
     directory = place / entry["path"]
@@ -365,7 +364,7 @@ IGNORES_METADATA = ("metadata-object", "rules", "metadata-parts")
 """The checks of metadata that a reader of parts does not look at."""
 
 
-@pytest.mark.parametrize("name", named("checkpoints", "refused"))
+@each_case("name", named("checkpoints", "refused"))
 def test_a_checkpoint_that_must_be_refused_without_torch(name: str, place: Path) -> None:
     entry = VECTORS[name]
     if entry["check"] in IGNORES_METADATA:
@@ -378,7 +377,7 @@ def test_a_checkpoint_that_must_be_refused_without_torch(name: str, place: Path)
         assert newer == (entry["why"] == "newer"), str(refused.value)
 
 
-@pytest.mark.parametrize("name", named("checkpoints", "refused"))
+@each_case("name", named("checkpoints", "refused"))
 def test_a_checkpoint_that_must_be_refused_with_torch(name: str, place: Path) -> None:
     entry = VECTORS[name]
     with pytest.raises(IntegrityError) as refused:
@@ -389,7 +388,7 @@ def test_a_checkpoint_that_must_be_refused_with_torch(name: str, place: Path) ->
 # -- memory
 
 
-@pytest.mark.parametrize("name", named("segments", "read"))
+@each_case("name", named("segments", "read"))
 def test_a_segment(name: str, place: Path) -> None:
     entry = VECTORS[name]
     fd = os.open(place / entry["path"], os.O_RDONLY)
@@ -436,7 +435,7 @@ def read_segment(fd: int) -> None:
         slot.close()
 
 
-@pytest.mark.parametrize("name", named("segments", "refused"))
+@each_case("name", named("segments", "refused"))
 def test_a_segment_that_must_be_refused(name: str, place: Path) -> None:
     fd = os.open(place / VECTORS[name]["path"], os.O_RDONLY)
     try:
@@ -463,7 +462,7 @@ def records_of(scan: jf.Scan) -> Iterator[tuple[int, bytes]]:
             assert record.flags & jf.IGNORABLE
 
 
-@pytest.mark.parametrize("name", named("journals", "read"))
+@each_case("name", named("journals", "read"))
 def test_a_journal(name: str, place: Path) -> None:
     entry = VECTORS[name]
     scan = jf.scan((place / entry["path"]).read_bytes(), entry["number"])
@@ -478,7 +477,7 @@ def test_a_journal(name: str, place: Path) -> None:
     assert (json.loads(msgspec.json.encode(state)) if sound else None) == entry["state"]
 
 
-@pytest.mark.parametrize("name", named("journals", "refused"))
+@each_case("name", named("journals", "refused"))
 def test_a_journal_that_must_be_refused(name: str, place: Path, tmp_path: Path) -> None:
     entry = VECTORS[name]
     (tmp_path / journal_file(entry["number"])).write_bytes((place / entry["path"]).read_bytes())
@@ -580,7 +579,7 @@ AS_OTHERS_WRITE = ("holds", "cost-in-integers", "defaults", "another-order", "la
 """The frames that ckptd's own encoder does not write like this."""
 
 
-@pytest.mark.parametrize("name", named("frames", "read"))
+@each_case("name", named("frames", "read"))
 def test_a_frame(name: str, place: Path) -> None:
     entry = VECTORS[name]
     data = (place / entry["path"]).read_bytes()
@@ -595,7 +594,7 @@ def test_a_frame(name: str, place: Path) -> None:
         assert m.decode(again) == message
 
 
-@pytest.mark.parametrize("name", named("frames", "refused"))
+@each_case("name", named("frames", "refused"))
 def test_a_frame_that_must_be_refused(name: str, place: Path) -> None:
     with pytest.raises(ProtocolError):
         message_of((place / VECTORS[name]["path"]).read_bytes())

@@ -21,6 +21,7 @@ FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 TESTS = ROOT / "tests"
 _FIRST = {"enumerate", "sorted", "reversed", "list", "tuple", "set", "permutations", "pairwise"}
 """Calls whose result is empty only if their first argument is."""
+_OF_CASES = {"parametrize", "each_case"}
 _PURE = {"len", "isinstance", "str", "bool", "startswith", "endswith"}
 
 
@@ -164,7 +165,7 @@ def _parameters(test: Function) -> set[str]:
     """Return the arguments whose values a decorator of the test lists or generates."""
     found: set[str] = set()
     for decorator in test.decorator_list:
-        if isinstance(decorator, ast.Call) and _last(decorator.func) == "parametrize":
+        if isinstance(decorator, ast.Call) and _last(decorator.func) in _OF_CASES:
             found |= set(re.findall(r"\w+", ast.unparse(decorator.args[0])))
         if isinstance(decorator, ast.Call) and _last(decorator.func) == "given":
             found |= {argument.arg for argument in test.args.args}

@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from ckptd.agent.convert.command import adopt, export, import_, text_of
 from ckptd.agent.convert.export import Exported
 from tests.agent.convert.saved import assert_same, loaded, save
+from tests.support.cases import each_case
 from tests.support.forged import forge
 
 STATE: dict[str, Any] = {"model": {"a.w": torch.arange(6.0), "a.b": torch.ones(2)}, "epoch": 3}
@@ -108,7 +109,7 @@ def test_a_dry_run_says_what_it_would_write(tmp_path: Path, checkpoint: Path) ->
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("options", "code", "said"),
     [
         (("--only", "nothing"), 10, "the checkpoint has no 'nothing'; at its top are model, epoch"),

@@ -38,6 +38,7 @@ from ckptd.shared.errors import (
 )
 from tests.agent.convert.saved import STATES, assert_same, loaded, one_process, random, save
 from tests.support import sharded
+from tests.support.cases import each_case
 from tests.support.daemons import Daemon
 from tests.support.forks import context
 
@@ -78,8 +79,8 @@ def read(to: str, out: Path, scratch: Path) -> Any:
     return {name: tensor for file in files for name, tensor in load_file(out / file).items()}
 
 
-@pytest.mark.parametrize("name", STATES)
-@pytest.mark.parametrize("to", FORMATS)
+@each_case("name", STATES)
+@each_case("to", FORMATS)
 def test_every_content_in_every_format(tmp_path: Path, saved: Any, to: str, name: str) -> None:
     path, out, written = saved(name), tmp_path / "out", list[int]()
     before = sorted((file.name, file.stat().st_mtime_ns) for file in path.iterdir())
@@ -259,7 +260,7 @@ def test_a_dry_run_checks_and_writes_nothing(tmp_path: Path, saved: Any) -> None
 # -- bad input
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("options", "error", "said"),
     [
         (

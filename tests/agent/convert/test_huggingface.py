@@ -17,6 +17,7 @@ from ckptd.agent.convert import huggingface
 from ckptd.agent.convert.contents import Leaf
 from ckptd.agent.convert.huggingface import carried_files, is_carried, read_directory, shards_of
 from ckptd.shared.errors import IntegrityError, InvalidRequest, NotFound
+from tests.support.cases import each_case
 
 OTHERS = (
     "tokenizer\0.json",
@@ -45,7 +46,7 @@ def leaves(*sizes: int) -> dict[str, Leaf]:
     }
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("sizes", "expected"),
     [
         ((), [[]]),
@@ -66,7 +67,7 @@ def test_no_file_is_longer_than_the_limit_unless_it_has_one_tensor(
         assert next(iter(found)) == f"model-00001-of-{len(expected):05d}.safetensors"
 
 
-@pytest.mark.parametrize(
+@each_case(
     "name",
     ["config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "merges.txt"],
 )
@@ -74,7 +75,7 @@ def test_files_of_a_model(name: str) -> None:
     assert is_carried(name)
 
 
-@pytest.mark.parametrize("name", OTHERS)
+@each_case("name", OTHERS)
 def test_other_files_are_not_carried(name: str) -> None:
     assert not is_carried(name)
     assert carried_files(None, {name: "text"}, None) == {}
@@ -127,7 +128,7 @@ def test_a_model_in_several_files(model: Path) -> None:
     } == {"a": 2, "b": 3, "c": 4}
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("weight_map", "said"),
     [
         (
@@ -168,7 +169,7 @@ def test_an_index_that_is_no_json_is_refused(model: Path) -> None:
             read_directory(model)
 
 
-@pytest.mark.parametrize(
+@each_case(
     "text",
     [
         '{"a": NaN}',

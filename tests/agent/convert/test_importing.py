@@ -40,6 +40,7 @@ from ckptd.shared.errors import (
 from ckptd.shared.formats.plan import HIDDEN
 from ckptd.shared.system import fs
 from tests.agent.convert.saved import DTYPES, STATES, assert_same, loaded, one_process, random, save
+from tests.support.cases import each_case
 from tests.support.forks import context
 
 MIXED: dict[str, Any] = {
@@ -68,14 +69,14 @@ def imported(source: Path, **options: Any) -> Any:
         return checkpoint.load()
 
 
-@pytest.mark.parametrize("name", MIXED)
+@each_case("name", MIXED)
 def test_every_content_of_torch_save(tmp_path: Path, name: str) -> None:
     torch.save({"model": MIXED[name], "epoch": 1}, tmp_path / "source")
     assert_same(dense(imported(tmp_path / "source")), {"model": dense(MIXED[name]), "epoch": 1})
     assert sorted(os.listdir(tmp_path)) == ["imported", "source"]
 
 
-@pytest.mark.parametrize("name", STATES)
+@each_case("name", STATES)
 def test_every_content_of_dcp(tmp_path: Path, name: str) -> None:
     with one_process():
         dcp.save(
@@ -84,7 +85,7 @@ def test_every_content_of_dcp(tmp_path: Path, name: str) -> None:
     assert_same(imported(tmp_path / "source"), {"model": STATES[name], "epoch": 1})
 
 
-@pytest.mark.parametrize("dtype", [dtype for dtype in DTYPES if dtype in SAFE], ids=str)
+@each_case("dtype", [dtype for dtype in DTYPES if dtype in SAFE], ids=str)
 def test_every_dtype_of_safetensors(tmp_path: Path, dtype: torch.dtype) -> None:
     state = {
         "x": random(dtype, 5, 3),
@@ -97,16 +98,16 @@ def test_every_dtype_of_safetensors(tmp_path: Path, dtype: torch.dtype) -> None:
     assert_same({name: found[name] for name in state}, state)
 
 
-@pytest.mark.parametrize("to", ["dcp", "torch"])
-@pytest.mark.parametrize("name", STATES)
+@each_case("to", ["dcp", "torch"])
+@each_case("name", STATES)
 def test_what_was_exported_comes_back_whole(tmp_path: Path, name: str, to: str) -> None:
     save({"model": STATES[name], "epoch": 1}, tmp_path / "checkpoint")
     export(tmp_path / "checkpoint", to, tmp_path / "source")
     assert_same(imported(tmp_path / "source"), {"model": STATES[name], "epoch": 1})
 
 
-@pytest.mark.parametrize("to", ["hf", "safetensors"])
-@pytest.mark.parametrize("name", STATES)
+@each_case("to", ["hf", "safetensors"])
+@each_case("name", STATES)
 def test_the_tensors_that_were_exported_come_back(tmp_path: Path, name: str, to: str) -> None:
     save({"model": STATES[name]}, tmp_path / "checkpoint")
     export(tmp_path / "checkpoint", to, tmp_path / "source", only="model", max_shard_size=100)
@@ -455,7 +456,7 @@ def test_every_flipped_bit_around_the_data_is_harmless(tmp_path: Path) -> None:
     assert 50 < read < 250, "some bits count, and some do not"
 
 
-@pytest.mark.parametrize("length", [0, 1, 7, 100, 700])
+@each_case("length", [0, 1, 7, 100, 700])
 def test_a_half_written_file_is_refused(tmp_path: Path, length: int) -> None:
     torch.save({"w": torch.ones(100)}, tmp_path / "whole")
     save_file({"w": torch.ones(100)}, tmp_path / "safe")

@@ -19,6 +19,7 @@ from ckptd.agent.convert.load_model import load_model
 from ckptd.shared.errors import IntegrityError, InvalidRequest, NotFound, StructureMismatch
 from tests.agent.convert.saved import assert_same, one_process, save
 from tests.support import sharded
+from tests.support.cases import each_case
 from tests.support.daemons import Daemon
 from tests.support.ranks import HERE, Ranks
 
@@ -102,7 +103,7 @@ def test_every_format(
         assert net.scratch.tolist() == [1.0, 1.0]
 
 
-@pytest.mark.parametrize("write", FORMATS)
+@each_case("write", FORMATS)
 def test_names_dtype_and_missing_keys(tmp_path: Path, write: Callable[[Net, Path], Path]) -> None:
     class Larger(nn.Module):
         def __init__(self) -> None:

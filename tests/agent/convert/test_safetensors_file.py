@@ -22,6 +22,7 @@ from ckptd.agent.read.checkpoint import opened_of
 from ckptd.shared.errors import IntegrityError, InvalidRequest, UnsavableValue
 from tests.agent.convert.saved import assert_same
 from tests.agent.convert.saved import save as save_state
+from tests.support.cases import each_case
 
 
 def leaf(
@@ -111,7 +112,7 @@ def entry(*offsets: int, dtype: str = "U8", shape: object = (4,)) -> dict[str, o
     return {"dtype": dtype, "shape": shape, "data_offsets": offsets}
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("header", "data", "said"),
     [
         (b"{", b"", "its header cannot be read"),

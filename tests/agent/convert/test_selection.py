@@ -11,6 +11,7 @@ import torch
 from ckptd.agent.convert.contents import Leaf
 from ckptd.agent.convert.selection import Selection, part_of
 from ckptd.shared.errors import InvalidRequest, NotFound
+from tests.support.cases import each_case
 
 
 def leaf(name: str, dtype: torch.dtype = torch.float32) -> Leaf:
@@ -32,7 +33,7 @@ STATE: dict[Any, Any] = {
 }
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("path", "expected"),
     [
         ("", STATE),
@@ -49,7 +50,7 @@ def test_parts_by_their_dotted_names(path: str, expected: Any) -> None:
     assert part_of(STATE, path) == expected
 
 
-@pytest.mark.parametrize("path", ["x", "model.x", "model.h.1.w.x", "groups.1", "steps.x", "model."])
+@each_case("path", ["x", "model.x", "model.h.1.w.x", "groups.1", "steps.x", "model."])
 def test_a_part_that_is_not_there_is_refused(path: str) -> None:
     with pytest.raises(
         NotFound,

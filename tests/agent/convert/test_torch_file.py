@@ -17,9 +17,10 @@ from ckptd.agent.convert.torch_file import check_values, write_file
 from ckptd.agent.read.checkpoint import opened_of
 from ckptd.shared.errors import IntegrityError, UnsavableValue
 from tests.agent.convert.saved import save
+from tests.support.cases import each_case
 
 
-@pytest.mark.parametrize(
+@each_case(
     "value",
     [
         None,

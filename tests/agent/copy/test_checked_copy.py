@@ -24,6 +24,7 @@ from ckptd.agent.copy.checked_copy import CheckedCopy, Targets, copy_out, copy_p
 from ckptd.agent.copy.mapping import map_segment
 from ckptd.agent.plan.layout import layout_of, plan_locally
 from ckptd.shared.formats.plan import Region, chunk_ranges
+from tests.support.cases import each_case
 
 CHUNK = 1 << 16
 LANES = 3 * 4096
@@ -128,7 +129,7 @@ def test_the_checksum_is_that_of_the_bytes_that_are_stored_even_if_the_source_ch
     assert torn > 0, "no copy met a change"
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("arguments", "reason"),
     [
         (([1], [1, 2], [0], [0]), "expected as many targets and sources as lengths"),
@@ -238,8 +239,8 @@ def tensors() -> dict[str, torch.Tensor]:
     }
 
 
-@pytest.mark.parametrize("in_c", [True, False])
-@pytest.mark.parametrize("batch", [1, 4, 100])
+@each_case("in_c", [True, False])
+@each_case("batch", [1, 4, 100])
 def test_every_kind_of_tensor_is_copied_and_checked(
     monkeypatch: pytest.MonkeyPatch, in_c: bool, batch: int
 ) -> None:

@@ -17,6 +17,7 @@ from ckptd.agent.plan.layout import plan_locally
 from ckptd.agent.plan.replica_groups import ReplicaGroup, grouped
 from ckptd.shared.formats.membership import Membership
 from ckptd.shared.formats.replicas import DIGEST, MOST_DIGESTS, ReplicaDigests, decode_keys
+from tests.support.cases import each_case
 
 State = dict[str, torch.Tensor]
 
@@ -142,7 +143,7 @@ def _same_layout(like: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     return found
 
 
-@pytest.mark.parametrize("name", ["large", "small", "bf16", "long", "transposed", "channels"])
+@each_case("name", ["large", "small", "bf16", "long", "transposed", "channels"])
 def test_a_flipped_bit_is_found_within_every_snapshots(name: str) -> None:
     state, every = states(), 7
     samples = made(state, every=every)
@@ -256,7 +257,7 @@ def test_a_line_is_never_read_beyond_its_tensor() -> None:
 @pytest.mark.skipif(
     replica_samples.digest_pieces is None, reason="`_checked_copy.c` is not compiled here"
 )
-@pytest.mark.parametrize("width", [1, 3, 8, 9, 63, 64, 127, SAMPLE])
+@each_case("width", [1, 3, 8, 9, 63, 64, 127, SAMPLE])
 def test_c_and_numpy_digest_alike(monkeypatch: pytest.MonkeyPatch, width: int) -> None:
     source = torch.randint(0, 256, (10_000,), dtype=torch.uint8)
     addresses = np.array([source.data_ptr() + at for at in range(0, 9000, 97)], dtype=np.uint64)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from contextlib import closing
 
-import pytest
 import torch
 
 from ckptd.agent import Agent, Checkpoint, Version
@@ -13,6 +12,7 @@ from ckptd.agent.read.checkpoint import opened_of
 from ckptd.agent.read.sources import open_checkpoint
 from ckptd.agent.read.staged_source import ChunkMemory
 from ckptd.shared.storage.locate import open_root
+from tests.support.cases import each_case
 from tests.support.daemons import Daemon
 
 
@@ -22,7 +22,7 @@ def test_versions_are_ordered_by_attempt_and_step_and_those_without_steps_by_the
     assert order_of(1, 4, 7) == order_of(1, 4, 8)
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("order", "before", "back"),
     [
         ((1, 5, 0), None, False),

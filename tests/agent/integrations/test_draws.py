@@ -13,6 +13,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, Subset
 
 from ckptd.integrations.draws import WorkerWatch, keeps_generator
+from tests.support.cases import each_case
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # fewer processors than workers
 
@@ -47,7 +48,7 @@ class Transform:
         return self.made.random()
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("kept", "found"),
     [
         (own(), True),

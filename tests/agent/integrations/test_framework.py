@@ -19,9 +19,10 @@ from ckptd.integrations.framework import (
     wait_durable,
 )
 from ckptd.shared.errors import InvalidRequest, SnapshotFailed
+from tests.support.cases import each_case
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("found", "lowest", "below", "fits"),
     [
         ("5.0", "5.0", "6", True),

@@ -16,6 +16,7 @@ from ckptd.shared.errors import InvalidName, InvalidRequest
 from ckptd.shared.formats.snapshot_request import MAX_REQUEST
 from ckptd.shared.retention import LatestN
 from ckptd.shared.system import machine
+from tests.support.cases import each_case
 
 
 def test_the_name_of_a_job_is_the_argument_or_the_environments(
@@ -38,7 +39,7 @@ def test_the_name_of_a_job_is_the_argument_or_the_environments(
         job_name("../gpt", private=False)
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("argument", "setting", "may"),
     [
         (None, None, False),
@@ -65,7 +66,7 @@ def test_a_wrong_setting_for_taking_over_is_refused(monkeypatch: pytest.MonkeyPa
     assert may_take_over(True)
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("run", "launch"),
     [
         (None, ""),
@@ -146,7 +147,7 @@ def test_a_request_has_what_was_asked_for() -> None:
     )
 
 
-@pytest.mark.parametrize("step", [-1, True, 1.0, "1", None, 10**18])
+@each_case("step", [-1, True, 1.0, "1", None, 10**18])
 def test_a_step_that_cannot_be_is_refused(step: Any) -> None:
     with pytest.raises(
         InvalidRequest, match=r"^step is .*; expected an integer from 0 to 10\*\*18 - 1$"
@@ -166,7 +167,7 @@ def cyclic() -> list[Any]:
     return made
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("changes", "words"),
     [
         ({"on_busy": "never"}, "on_busy is 'never'; expected 'wait' or 'skip'"),

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from ckptd.agent.link.placement import NodePlace, holders, peer_rank
 from ckptd.shared.errors import InvalidRequest
+from tests.support.cases import each_case
 
 
 def places(domains: list[str], ranks: int = 2) -> list[NodePlace]:
@@ -20,13 +21,13 @@ def places(domains: list[str], ranks: int = 2) -> list[NodePlace]:
     ]
 
 
-@pytest.mark.parametrize("count", [2, 3, 4, 7, 16])
+@each_case("count", [2, 3, 4, 7, 16])
 def test_without_domains_the_nodes_form_a_ring(count: int) -> None:
     found = holders(places([""] * count))
     assert found == {2 * n: 2 * ((n + 1) % count) for n in range(count)}
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("domains", "expected"),
     [
         ("aabb", {0: 2, 1: 3, 2: 0, 3: 1}),

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from ckptd.agent.link.run_facts import command_of, commit_of, run_facts
+from tests.support.cases import each_case
 
 pytestmark = pytest.mark.skipif(shutil.which("git") is None, reason="needs git")
 
@@ -55,7 +56,7 @@ def test_a_repository_that_cannot_be_read_has_no_commit(tmp_path: Path, content:
     assert commit_of(tmp_path / "train.py") == ""
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("words", "told"),
     [
         (["python", "train.py", "--lr", "3e-4"], "python train.py --lr 3e-4"),

@@ -19,11 +19,12 @@ from ckptd.agent.link.script import (
     script_path,
     storable,
 )
+from tests.support.cases import each_case
 from tests.support.daemons import Home
 from tests.support.forged import forge
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("file", "module", "found", "job"),
     [
         ("/home/me/train.py", None, "train.py", "train"),
@@ -48,7 +49,7 @@ def test_the_name_comes_from_the_main_module(
     assert (script(), script_job()) == (found, job)
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("attributes", "session", "interactive", "found"),
     [
         ({"__file__": "{here}/link.py"}, "", False, "{here}/train.py"),

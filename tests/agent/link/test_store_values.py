@@ -15,6 +15,7 @@ from torch.distributed import DistStoreError, HashStore, Store, TCPStore  # type
 from ckptd.agent.link import store_values
 from ckptd.agent.link.store_values import StoreValues, pieces
 from ckptd.shared.errors import SnapshotFailed
+from tests.support.cases import each_case
 
 
 @pytest.fixture(params=["tcp", "hash"])
@@ -30,7 +31,7 @@ def forever() -> None:
     return None
 
 
-@pytest.mark.parametrize("length", [0, 1, 9 << 20])
+@each_case("length", [0, 1, 9 << 20])
 def test_a_value_of_any_size_is_taken_whole_and_leaves_nothing(store: Store, length: int) -> None:
     values, value = (
         StoreValues(store, 2),

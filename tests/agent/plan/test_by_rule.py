@@ -17,13 +17,14 @@ from torch.distributed.tensor.placement_types import Partial, _StridedShard
 from ckptd.agent.plan.by_rule import WHOLE, ByRule, RuledShare, _splits_of, digest_of, stacked
 from ckptd.agent.plan.layout import plan_locally
 from ckptd.shared.formats.sharding import Mesh, place
+from tests.support.cases import each_case
 
 
 def strided(dimension: int, factor: int) -> Any:
     return _StridedShard(dimension, split_factor=factor)
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("shape", "placements", "splits"),
     [
         ((4,), [Shard(0)], ((0, 0),)),

@@ -16,6 +16,7 @@ from ckptd.agent.plan.layout import Layout
 from ckptd.agent.state.capture import Captured, capture
 from ckptd.shared.errors import CkptdError, DaemonUnreachable, StructureChanged, UnsavableValue
 from ckptd.shared.wire import messages as m
+from tests.support.cases import each_case
 
 
 class FakeClient:
@@ -95,7 +96,7 @@ def test_a_kept_plan_gives_the_live_tensors_of_the_next_state() -> None:
     ] == [True, True]
 
 
-@pytest.mark.parametrize(
+@each_case(
     "changed",
     [
         {"w": torch.ones(5)},

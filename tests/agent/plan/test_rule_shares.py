@@ -17,6 +17,7 @@ from ckptd.agent.plan.layout import Row
 from ckptd.shared.formats.coverage import check_cover
 from ckptd.shared.formats.sharding import Mesh, Rule, stored_shards
 from tests.shared.samples import steady
+from tests.support.cases import each_case
 from tests.support.synthetic import Job, Planned, Tensor, fsdp, grid, rows_of, transformer
 
 
@@ -251,7 +252,7 @@ def test_ranks_that_may_differ_send_their_items(job: Job) -> None:
     assert job.plan() is None
 
 
-@pytest.mark.parametrize(
+@each_case(
     "change",
     [
         {"dtype": "float64"},

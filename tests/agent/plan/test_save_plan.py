@@ -29,6 +29,7 @@ from ckptd.agent.state.tree import TensorRef
 from ckptd.agent.state.values import decode
 from ckptd.shared.errors import InvalidRequest, UnsavableValue
 from ckptd.shared.formats.plan import BLOB
+from tests.support.cases import each_case
 
 STATE = {
     "model": {"w": torch.arange(6.0).reshape(2, 3), "half": torch.ones(3, dtype=torch.float16)},
@@ -205,7 +206,7 @@ def test_a_plan_that_writes_every_item_once_is_complete(items: Any) -> None:
     check_complete(metadata, written(*items))
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("items", "words"),
     [
         ([("n", None, (9,))], "the planner has dropped w; nothing was saved"),

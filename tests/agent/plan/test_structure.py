@@ -24,6 +24,7 @@ from ckptd.agent.plan.structure import (
     local_part,
 )
 from ckptd.shared.errors import UnsavableValue
+from tests.support.cases import each_case
 
 Tensors = dict[str, torch.Tensor]
 
@@ -78,7 +79,7 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None
         monkeypatch.setattr("ckptd.agent.plan.structure._guard", lambda parts: None)
 
 
-@pytest.mark.parametrize("change", CHANGES)
+@each_case("change", CHANGES)
 def test_changes_that_the_layout_depends_on_are_detected(change: str) -> None:
     tensors = some()
     structure, _ = Structure.of(tensors)

@@ -30,6 +30,7 @@ from ckptd.shared.storage.standalone import StandaloneDirectory
 from tests.crash.hostile import forge
 from tests.crash.nonsense import Case, lay_out, simple_case
 from tests.shared.samples import write_checkpoint
+from tests.support.cases import each_case
 from tests.support.descriptors import opened
 
 Ext, pack = msgspec.msgpack.Ext, msgspec.msgpack.encode
@@ -265,7 +266,7 @@ UNSOUND: list[tuple[Change, str]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("change", "words"), UNSOUND, ids=range(len(UNSOUND)))
+@each_case(("change", "words"), UNSOUND)
 def test_verify_finds_everything_that_load_would_refuse(
     tmp_path: Path, change: Change, words: str
 ) -> None:

@@ -16,6 +16,7 @@ import torch.distributed.checkpoint as dcp
 from ckptd.agent import Agent, Checkpoint, StorageReader
 from ckptd.daemon.commands import report
 from ckptd.shared.errors import IntegrityError, RecoveryFailed
+from tests.support.cases import each_case
 from tests.support.daemons import Home, running
 from tests.support.forged import Shards, forge
 from tests.support.storage import part_in
@@ -80,8 +81,8 @@ WAYS: dict[str, Callable[[Path], Any]] = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("forged", FORGED)
+@each_case("way", WAYS)
+@each_case("forged", FORGED)
 def test_shards_that_are_not_the_whole_tensor_are_refused(
     tmp_path: Path, way: str, forged: str
 ) -> None:

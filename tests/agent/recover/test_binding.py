@@ -18,6 +18,7 @@ from ckptd.agent.state.tree import PerRank
 from ckptd.shared.errors import RecoveryFailed, StructureMismatch
 from tests.agent.test_resharding import Cursor
 from tests.oracle.prints import text
+from tests.support.cases import each_case
 from tests.support.refusals import refusal, refuses
 from tests.support.saved_states import Checkpoint
 
@@ -190,7 +191,7 @@ META = (
 )
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("saved", "state", "words"),
     [
         ({"w": torch.ones(2)}, {"w": torch.zeros(3)}, "w: the checkpoint has shape [2], the state "

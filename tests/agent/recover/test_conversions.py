@@ -16,6 +16,7 @@ from ckptd.agent.read.saved import Saved
 from ckptd.agent.recover import conversions
 from ckptd.agent.recover.conversions import converted_losses, lost, narrows, refused, sharing
 from ckptd.shared.errors import StructureMismatch
+from tests.support.cases import each_case
 from tests.support.refusals import exit_of, refusal, refuses
 from tests.support.saved_states import Checkpoint
 
@@ -23,7 +24,7 @@ F16, F32, BF16, F64 = torch.float16, torch.float32, torch.bfloat16, torch.float6
 UINT4: torch.dtype = vars(torch)["uint4"]
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("saved", "own", "why"),
     [
         (torch.complex64, F32, "its imaginary parts would be lost"),
@@ -43,7 +44,7 @@ def test_some_dtypes_never_fit(saved: torch.dtype, own: torch.dtype, why: str) -
     assert refused(saved, own) == why
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("saved", "own", "narrower"),
     [
         (F32, F32, False), (BF16, F32, False), (F32, BF16, True), (F16, BF16, True), (F32, F64,
@@ -63,7 +64,7 @@ def test_narrower_dtypes_are_known(saved: torch.dtype, own: torch.dtype, narrowe
     assert narrows(saved, own) is narrower
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("values", "own", "loss"),
     [
         (torch.tensor([1e5]), F16, "finite values would become infinite in float16"),
@@ -104,8 +105,8 @@ def test_a_loss_depends_on_the_values(values: torch.Tensor, own: torch.dtype, lo
 INF, NAN = float("inf"), float("nan")
 
 
-@pytest.mark.parametrize("wide", [F32, F64, BF16], ids=str)
-@pytest.mark.parametrize(
+@each_case("wide", [F32, F64, BF16], ids=str)
+@each_case(
     ("own", "fitting", "beyond", "loss"),
     [
         (torch.float8_e4m3fn, [448, -462, 0.1, 0, NAN], 466, "float8_e4m3fn holds no values beyond "
@@ -159,8 +160,8 @@ EIGHT_BITS = [
 ]
 
 
-@pytest.mark.parametrize("saved", EIGHT_BITS, ids=str)
-@pytest.mark.parametrize("own", EIGHT_BITS, ids=str)
+@each_case("saved", EIGHT_BITS, ids=str)
+@each_case("own", EIGHT_BITS, ids=str)
 def test_a_conversion_between_types_of_eight_bits_is_narrowing_if_it_changes_a_value(
     saved: torch.dtype, own: torch.dtype
 ) -> None:
@@ -218,7 +219,7 @@ def weight(value: torch.Tensor) -> dict[str, Any]:
     return {"net": module, "epoch": 0}
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("saved", "own", "words"),
     [
         (torch.ones(2, dtype=torch.complex64), F32, "complex64, the state float32, and its "
@@ -250,7 +251,7 @@ def test_a_loss_is_refused_by_key_and_the_given_call_recovers_the_rest(
     assert torch.equal(same["net"].w, saved)
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("saved", "own"),
     [
         ("float32", "float4_e2m1fn_x2"), ("int64", "uint4"), ("int64", "bits8"), ("uint8", "bits8"),

@@ -10,6 +10,7 @@ import pytest
 
 from ckptd.agent.recover.differences import Differences, grouped
 from ckptd.agent.recover.options import Options
+from tests.support.cases import each_case
 
 
 def fold(key: str, values: list[Any]) -> Any:
@@ -39,7 +40,7 @@ def test_one_error_names_all_differences(found: Differences, words: str) -> None
     )
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("found", "call"),
     [
         (Differences(others=["a: other"], to_keep=["a", "a"]), "recover(state, keep=['a'])"),

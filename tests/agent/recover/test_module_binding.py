@@ -15,6 +15,7 @@ from torch import nn
 from ckptd.agent.recover import module_binding
 from ckptd.shared.errors import RecoveryFailed, StructureMismatch
 from tests.oracle.prints import text
+from tests.support.cases import each_case
 from tests.support.refusals import refusal, refuses
 from tests.support.saved_states import Checkpoint
 
@@ -164,8 +165,8 @@ KINDS: dict[str, tuple[Callable[[float], nn.Module], Callable[[float], nn.Module
 
 
 @pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated:FutureWarning")
-@pytest.mark.parametrize("inside", [False, True], ids=["alone", "inside of another"])
-@pytest.mark.parametrize("kind", KINDS)
+@each_case("inside", [False, True], ids=["alone", "inside of another"])
+@each_case("kind", KINDS)
 def test_a_module_that_loads_in_its_own_way_ends_as_after_torchs_round_trip(
     kind: str, inside: bool
 ) -> None:

@@ -22,6 +22,7 @@ from ckptd.shared.errors import StructureMismatch
 from tests.oracle.optimizers import EightBitMomentum
 from tests.oracle.prints import text
 from tests.oracle.tensors import Doubled
+from tests.support.cases import each_case
 from tests.support.daemons import Daemon
 from tests.support.ranks import Ranks
 from tests.support.refusals import refuses
@@ -549,7 +550,7 @@ def moments_by_key(state: dict[str, Any]) -> dict[str, float]:
     }
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("before", "after"),
     [((2, 1), (2, 2)), ((2, 2), (2, 1)), ((2, 1), (1, 2)), ((1, 2), (2, 1)), ((1, 1), (2, 1))],
 )
@@ -704,8 +705,8 @@ def go_on(state: dict[str, Any]) -> None:
     state["optim"].step()
 
 
-@pytest.mark.parametrize("steps", [0, 3], ids=["before its first step", "after it"])
-@pytest.mark.parametrize("kind", [*HOOKS, "own methods", "own form", "plain"])
+@each_case("steps", [0, 3], ids=["before its first step", "after it"])
+@each_case("kind", [*HOOKS, "own methods", "own form", "plain"])
 def test_an_optimizer_that_loads_in_its_own_way_ends_as_after_torchs_round_trip(
     kind: str, steps: int
 ) -> None:

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 
 from ckptd.agent.recover.optimizer_check import (
@@ -18,6 +17,7 @@ from ckptd.agent.recover.optimizer_check import (
     state_difference,
 )
 from ckptd.agent.state.tree import TensorRef
+from tests.support.cases import each_case
 
 PARAMETER = torch.nn.Parameter(torch.zeros(2))
 SGD = torch.optim.SGD([PARAMETER], lr=0.1)
@@ -32,7 +32,7 @@ class Wrapper(torch.optim.SGD):
         self.optimizer = optimizer
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("place", "saved", "words"),
     [
         (SGD, "torch.optim.sgd.SGD", ""),

@@ -12,13 +12,14 @@ import numpy as np
 import pytest
 
 from ckptd.agent.recover.options import Options, pattern_of
+from tests.support.cases import each_case
 
 
 def fold(key: str, values: list[Any]) -> Any:
     return values[0]
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("options", "call"),
     [
         (Options(), "recover(state)"),

@@ -43,6 +43,7 @@ from ckptd.shared.formats.segment import read_header, write_check
 from ckptd.shared.system.descriptor import Descriptor
 from ckptd.shared.wire import messages as m
 from tests.shared.samples import sample_plan, seal
+from tests.support.cases import each_case
 from tests.support.forged import forge
 from tests.support.tmpfs import tmpfs
 
@@ -197,7 +198,7 @@ class FakeLoading:
 ALL = ["open", "bind", "load", "finish", "close"]
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("source", "own", "peers", "said"),
     [
         ("storage", 0, 0, ""),

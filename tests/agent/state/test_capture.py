@@ -27,6 +27,7 @@ from ckptd.agent.state.tree import ObjectNode, TensorRef
 from ckptd.agent.state.values import decode
 from ckptd.shared.errors import UnsavableValue
 from ckptd.shared.formats import bounds
+from tests.support.cases import each_case
 
 
 class Stateful:
@@ -186,7 +187,7 @@ def test_a_state_that_a_reader_would_refuse_for_its_size_is_refused_whatever_was
     decode(values_document(captured, rng=True))
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("tensor", "problem"),
     [
         (torch.ones(2).to_sparse(), "a tensor of layout torch.sparse_coo"),

@@ -13,6 +13,7 @@ import torch
 from ckptd.agent.state.components import TENSOR_KINDS, kind_of_tensor
 from ckptd.agent.state.tree import ObjectNode, filled
 from ckptd.shared.errors import IntegrityError, NotFound
+from tests.support.cases import each_case
 from tests.support.wrapped import Scaled
 
 pytestmark = [
@@ -43,7 +44,7 @@ def is_coalesced(tensor: torch.Tensor) -> bool:
     return tensor.layout is torch.sparse_coo and tensor.is_coalesced()
 
 
-@pytest.mark.parametrize("name", SPARSE)
+@each_case("name", SPARSE)
 def test_a_sparse_tensor_is_made_again_and_put_in_place(name: str) -> None:
     tensor = SPARSE[name]()
     kind = TENSOR_KINDS[kind_of_tensor(tensor)]
@@ -99,7 +100,7 @@ def test_a_new_component_is_put_into_the_wrapper() -> None:
     assert place.scale is not scale  # it was filled in place
 
 
-@pytest.mark.parametrize(
+@each_case(
     "name", ["os.system", "torch.Tensor", "nowhere.Scaled", "", "tests.support.wrapped.NotATensor"]
 )
 def test_a_wrapper_is_made_only_of_a_class_that_is_imported_and_wraps_tensors(name: str) -> None:

@@ -17,6 +17,7 @@ from ckptd.agent.state.customized import (
     optimizer_loads_by_itself,
     parts_with_loaders,
 )
+from tests.support.cases import each_case
 
 
 class OwnLoader(nn.Linear):
@@ -70,7 +71,7 @@ PLAIN: list[Callable[[], nn.Module]] = [
 ]
 
 
-@pytest.mark.parametrize("make", PLAIN)
+@each_case("make", PLAIN)
 def test_a_module_of_torch_is_plain(make: Callable[[], nn.Module]) -> None:
     module = nn.Sequential(make())
     assert (loads_by_itself(module), parts_with_loaders(module), needs_loading(module)) == (
@@ -80,7 +81,7 @@ def test_a_module_of_torch_is_plain(make: Callable[[], nn.Module]) -> None:
     )
 
 
-@pytest.mark.parametrize(
+@each_case(
     "make",
     [
         lambda: OwnLoader(1, 1),
@@ -106,7 +107,7 @@ def test_parts_inside_of_a_loader_are_its_own_affair() -> None:
     ) == ["outer.", "outer2.0."]
 
 
-@pytest.mark.parametrize(
+@each_case(
     "make",
     [
         lambda: Extra(1, 1),

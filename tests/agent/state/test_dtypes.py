@@ -10,6 +10,7 @@ import torch
 from ckptd.agent.state.dtypes import COPYABLE, copyable, dtype_name, dtype_of, sizeless, torch_dtype
 from ckptd.shared.errors import IntegrityError, NotFound
 from ckptd.shared.formats.plan import BLOB, ITEM_SIZES, element_size
+from tests.support.cases import each_case
 
 DTYPES = sorted(
     {
@@ -21,8 +22,8 @@ DTYPES = sorted(
 )
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("listed", [True, False])
+@each_case("dtype", DTYPES, ids=str)
+@each_case("listed", [True, False])
 def test_a_name_leads_back_to_its_dtype(
     dtype: torch.dtype, listed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -61,7 +62,7 @@ def test_a_name_that_no_tensor_was_saved_under(name: str) -> None:
         dtype_of(name)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@each_case("dtype", DTYPES, ids=str)
 def test_a_copyable_view_has_the_same_bytes(dtype: torch.dtype) -> None:
     raw = torch.arange(dtype.itemsize * 6, dtype=torch.uint8)
     source = (raw % 2 if dtype is torch.bool else raw).view(dtype).as_strided((2, 2), (3, 1))

@@ -16,13 +16,14 @@ from ckptd.agent.state.tree import TensorRef, per_rank
 from ckptd.agent.state.values import decode
 from ckptd.shared.errors import UnsavableValue
 from ckptd.shared.formats.bounds import MAX_DEPTH
+from tests.support.cases import each_case
 
 
 class Point(NamedTuple):
     x: int
 
 
-@pytest.mark.parametrize(
+@each_case(
     "key",
     [
         Point(1),

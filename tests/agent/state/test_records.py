@@ -14,10 +14,10 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
-import pytest
 import torch
 
 from ckptd.agent.state.records import KINDS, kind_of
+from tests.support.cases import each_case
 
 
 @dataclasses.dataclass
@@ -57,7 +57,7 @@ class Derived(Config):
     __module__ = "mine"
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("value", "kind"),
     [
         (Open(1), "dataclass"),
@@ -117,7 +117,7 @@ def test_an_open_object_is_changed_and_a_frozen_one_replaced() -> None:
     assert restore(slice(0), {"start": 1, "stop": 2, "step": None}) == slice(1, 2)
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("make", "draw"),
     [
         (lambda: torch.Generator(), lambda g: torch.rand(3, generator=g).tolist()),

@@ -25,15 +25,14 @@ from ckptd.agent.state.tree import Unavailable
 from ckptd.agent.state.values import decode
 from ckptd.shared.errors import NotFound, UnsavableValue
 from tests.support import kinds
+from tests.support.cases import each_case
 
 
 def again(value: Any) -> Any:
     return decode(Packer().encode({"x": value}))["x"]
 
 
-@pytest.mark.parametrize(
-    "value", [*kinds.FLAGS, *kinds.ENUMS, *kinds.CLASSES, *kinds.CONSTANTS], ids=str
-)
+@each_case("value", [*kinds.FLAGS, *kinds.ENUMS, *kinds.CLASSES, *kinds.CONSTANTS], ids=str)
 def test_every_value_comes_back_as_the_same_object(value: Any) -> None:
     found = again(value)
     assert type(found) is type(value)
@@ -85,7 +84,7 @@ def test_a_flag_that_its_class_cannot_make_again_is_refused_by_key() -> None:
         Packer().encode({"x": bits})
 
 
-@pytest.mark.parametrize(
+@each_case(
     "value",
     [len, torch.nn.functional.relu, Path, Exception, kinds.Outer, re.Pattern],
     ids=lambda value: value.__name__.replace("<", ""),
@@ -95,7 +94,7 @@ def test_functions_and_other_classes_are_refused(value: Any) -> None:
         Packer().encode({"x": value})
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("module", "qualname"),
     [
         ("subprocess", "Popen"),

@@ -7,8 +7,6 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 from typing import Any
 
-import pytest
-
 from ckptd.agent.state.tree import (
     ObjectNode,
     PerRank,
@@ -19,11 +17,12 @@ from ckptd.agent.state.tree import (
     per_rank,
     tensor_names,
 )
+from tests.support.cases import each_case
 
 A, B = TensorRef("a"), TensorRef("b")
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("tree", "names", "whole"),
     [
         (A, ["a"], 1),

@@ -25,6 +25,7 @@ from ckptd.agent.state.versions import (
     take_versions,
     versions_of,
 )
+from tests.support.cases import each_case
 from tests.support.daemons import Daemon
 from tests.support.saved_states import Checkpoint
 from tests.support.versioned import LaterSame, LaterScale, Same, Scale, of_torch, weights
@@ -35,8 +36,8 @@ class Whole(torch.nn.Sequential):
         return super().load_state_dict(state_dict, strict, assign)
 
 
-@pytest.mark.parametrize("outer", [torch.nn.Sequential, Whole])
-@pytest.mark.parametrize(
+@each_case("outer", [torch.nn.Sequential, Whole])
+@each_case(
     ("before", "after"),
     [(Scale, LaterScale), (Same, LaterSame), (LaterScale, LaterScale), (LaterSame, LaterSame)],
 )

@@ -29,6 +29,7 @@ from ckptd.shared.formats.binary import ALIGN
 from ckptd.shared.formats.manifest import Manifest
 from ckptd.shared.storage.locate import open_root
 from ckptd.shared.system import machine
+from tests.support.cases import each_case
 from tests.support.daemons import Daemon, Home, home, running, until
 from tests.support.trainers import vanish
 
@@ -511,7 +512,7 @@ def test_help_shows_the_first_commands_of_a_newcomer() -> None:
         assert ckptd(verb, "--help").returncode == 0
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("typed", "offered"),
     [
         (["ls", ""], "file,"),

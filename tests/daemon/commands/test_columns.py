@@ -12,6 +12,7 @@ from click.testing import CliRunner
 from ckptd.daemon.commands import columns
 from ckptd.daemon.commands.cli import main
 from ckptd.shared.errors import InvalidRequest
+from tests.support.cases import each_case
 from tests.support.forged import forge
 
 CREATED = "2026-11-21T00:00:00+00:00"
@@ -127,7 +128,7 @@ def test_json_has_null_for_what_is_missing_and_texts_for_what_json_lacks() -> No
     assert json.loads(whole) == [*ROWS[1:], DAMAGED]
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("shown", "rows", "said"),
     [
         (

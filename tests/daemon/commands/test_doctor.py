@@ -28,6 +28,7 @@ from ckptd.shared.storage.bucket import Bucket
 from ckptd.shared.storage.object_store import ObjectStorage
 from tests.crash.images import Image, Unavailable
 from tests.daemon.commands.test_cli import ckptd
+from tests.support.cases import each_case
 
 PLAN = limits.DescriptorPlan(slots=2)
 
@@ -36,7 +37,7 @@ def by_name(checks: list[Check]) -> dict[str, Check]:
     return {check.name: check for check in checks}
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("hard", "most", "level", "fit", "words"),
     [
         (50, 256, FAILED, 0, "one rank needs 51"),
@@ -72,7 +73,7 @@ def test_a_user_whose_slots_logind_deletes_is_warned() -> None:
     ] == [WARNING, OK, OK, OK]
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("files", "removes"),
     [
         ({}, True),

@@ -22,6 +22,7 @@ from ckptd.shared.system import machine
 from ckptd.shared.wire import messages as m
 from tests.daemon.commands import test_cli
 from tests.daemon.commands.test_forgetting import ckptd
+from tests.support.cases import each_case
 from tests.support.daemons import Daemon, Home, running, until
 from tests.support.trainers import vanish
 
@@ -106,7 +107,7 @@ def test_a_job_that_the_daemon_does_not_have_is_told(daemon: Daemon) -> None:
     assert "no job 'nope'; the jobs that it has: none" in run.stderr
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("arguments", "words"),
     [
         (["--deadline", "-1"], "--deadline is -1: expected seconds from 0 to 86400"),
@@ -260,7 +261,7 @@ HALF = {"done": 3_000_000, "total": 8_000_000}
 ON_THE_STAGE = "is on the stage, and waits for its upload"
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("owed", "what", "todo"),
     [
         (due("waiting"), "waits for its turn, or for other nodes to seal it", MORE_TIME),

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from ckptd.daemon.commands import health
+from tests.support.cases import each_case
 
 
 class Clock:
@@ -77,7 +78,7 @@ def test_a_daemon_that_is_well_has_no_problem() -> None:
     )
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("changes", "expected"),
     [
         ({"ready": False}, ["not-ready"]),
@@ -95,7 +96,7 @@ def test_problems_of_the_daemon(changes: dict[str, Any], expected: list[str]) ->
     assert found(CLOCK.job(), **changes) == expected
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("changes", "expected"),
     [
         ({"last_durable": CLOCK.durable(1800)}, []),

@@ -20,6 +20,7 @@ from ckptd.daemon.commands.cli import main
 from ckptd.daemon.commands.interval_command import arithmetic
 from ckptd.shared.interval import Costs, Failures, SaveLevel, best_interval, choose, share_of_time
 from ckptd.shared.units import ordinal, parse_span, short_span_text
+from tests.support.cases import each_case
 from tests.support.daemons import Home, holds, running
 
 PAGE = Path(__file__).parents[3] / "docs" / "how-to" / "how-often.md"
@@ -187,7 +188,7 @@ def test_the_costs_of_a_job_come_from_its_history(place: Home, monkeypatch: Any)
     assert "(medians of the last 4 saves)" in interval(*asked)
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("arguments", "code", "words"),
     [
         ((), 2, "Missing option '--mtbf'"),

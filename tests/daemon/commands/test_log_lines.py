@@ -12,6 +12,7 @@ import pytest
 from ckptd.daemon.commands.log_lines import EntriesOf, LogFiles
 from ckptd.daemon.process.rotating_log import RotatingLog
 from ckptd.shared.errors import StorageError
+from tests.support.cases import each_case
 
 
 class Ended(Exception):
@@ -138,7 +139,7 @@ def test_a_log_that_begins_later_is_followed(log: Path) -> None:
 AT = "2026-11-26T22:16:04.123 INFO ckptd:"
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("text", "wanted"),
     [
         ("job gpt attempt 2: begins", True),

@@ -23,6 +23,7 @@ from ckptd.shared.errors import DaemonUnreachable, InvalidConfig
 from ckptd.shared.system import machine
 from ckptd.shared.wire.channel import NoDaemon
 from tests.daemon.commands.test_cli import ckptd
+from tests.support.cases import each_case
 from tests.support.daemons import Daemon, Home, holds, home, running
 from tests.support.trainers import vanish
 
@@ -94,7 +95,7 @@ def test_status_finds_the_daemon_of_a_root_and_names_the_one_above(served: Daemo
     assert found.stderr.endswith(f": did you mean {served.home.root}?\n")
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("command", "daemon"),
     [
         (["python", "-P", "-m", "ckptd.daemon", "run", "--private"], True),
@@ -172,7 +173,7 @@ def test_a_daemon_that_is_stopped_is_continued_and_no_other_is_started(served: D
     assert holds(lambda: ckptd("status", root, "--check").returncode == 0, 60)
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("named", "may"),
     [("/ckpts", True), ("/ckpts/../ckpts", True), ("", True), ("ckpts", True), ("/other", False),
      ("s3://bucket/ckpts", False)],
@@ -182,7 +183,7 @@ def test_a_daemon_may_serve_the_root_that_its_command_names(named: str, may: boo
     assert found.may_serve(Path("/ckpts")) is may
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("found", "certain"),
     [
         ([], True),

@@ -22,6 +22,7 @@ from tests.crash.hostile import forge as forge_case
 from tests.crash.nonsense import simple_case
 from tests.shared.formats.test_manifest import JSON, resealed
 from tests.shared.samples import steady
+from tests.support.cases import each_case
 from tests.support.forged import forge
 
 EVIL = "w\x1b[2J\x07\n\x9b31m\u202ehtap"
@@ -135,7 +136,7 @@ IDLE: dict[str, Any] = {
 WAITS = {"waiting": 2, "waiting_bytes": 4 * 10**9, "oldest_age_seconds": 180.0}
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("changes", "lines"),
     [
         ({}, ["stage          /nvme/stage (9 GB free): everything is uploaded"]),
@@ -198,7 +199,7 @@ def counted(tensors: int) -> NonFinite:
     return NonFinite.of([dict.fromkeys(range(tensors), 1)])
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("counts", "known", "named", "all_read", "said"),
     [
         ([], 0, 0, False, None),

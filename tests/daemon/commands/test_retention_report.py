@@ -16,6 +16,7 @@ from ckptd.shared.names import tag_directory
 from ckptd.shared.retention import BestN, EveryNSteps, LatestN, MaxBytes
 from ckptd.shared.storage.locate import open_root
 from tests.shared.samples import write_checkpoint
+from tests.support.cases import each_case
 
 
 @pytest.fixture
@@ -77,7 +78,7 @@ def test_what_forget_deletes_is_what_the_report_says(root: Path) -> None:
     assert [row["tag"] for row in json.loads(run.output) if row["error"] is None] == doomed
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("arguments", "code", "words"),
     [
         (["gpt"], 2, "job 'gpt' has no retention policies of its own: say which to explain"),

@@ -13,13 +13,13 @@ import sys
 import time
 from contextlib import suppress
 
-import pytest
 import torch
 from click.testing import CliRunner
 
 from ckptd.agent import Agent
 from ckptd.daemon.commands.cli import main
 from ckptd.daemon.commands.status_command import status
+from tests.support.cases import each_case
 from tests.support.daemons import Daemon
 
 
@@ -45,7 +45,7 @@ def test_the_exit_code_says_whether_all_is_well(daemon: Daemon) -> None:
     assert gone.output.count("\n") == 1
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("typed", "said"),
     [
         (["--max-age", "30m"], "add --check"),

@@ -15,6 +15,7 @@ from click.testing import CliRunner
 from ckptd.daemon.commands.report import as_table
 from ckptd.daemon.commands.watch import Watchable, fitted, frame, watch, watch_option
 from ckptd.shared.errors import CkptdError, DaemonUnreachable
+from tests.support.cases import each_case
 
 
 class Ended(Exception):
@@ -133,7 +134,7 @@ def test_a_table_that_is_too_wide_becomes_lists() -> None:
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("typed", "said"),
     [
         ([], "None None"),

@@ -20,6 +20,7 @@ from ckptd.shared.formats.reuse import StoredPart
 from ckptd.shared.formats.segment import SegmentHeader
 from ckptd.shared.names import part_file
 from ckptd.shared.wire.lifecycle import Event, IllegalStep, SnapshotState
+from tests.support.cases import each_case
 
 
 def rank_seal(rank: int) -> RankSeal:
@@ -84,7 +85,7 @@ def test_a_snapshot_is_complete_with_all_its_ranks() -> None:
     assert snapshot(7, attempt=2).key == (2, 7)
 
 
-@pytest.mark.parametrize("state", SnapshotState)
+@each_case("state", SnapshotState)
 def test_a_complete_snapshot_is_in_memory_until_its_release(state: SnapshotState) -> None:
     assert snapshot(1, state).in_memory is (
         state not in (SnapshotState.FILLING, SnapshotState.RELEASED)
@@ -160,7 +161,7 @@ def test_which_ranks_plan_a_step_again() -> None:
     assert (step.planned, step.kept) == ({1: "w grew", 0: "b grew"}, set())
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("state", "seals", "incomplete", "filling", "sealed"),
     [
         (None, 0, True, False, False),
@@ -316,7 +317,7 @@ def test_the_newest_in_memory_is_complete() -> None:
     assert newest.key == (2, 3)
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("state", "persist", "settled"),
     [
         (SnapshotState.FILLING, True, False),
@@ -393,7 +394,7 @@ def test_the_newest_copy_in_memory_is_never_released() -> None:
     assert [s.step for s in made.releasable()] == [3, 4]
 
 
-@pytest.mark.parametrize(
+@each_case(
     "state",
     [
         s

@@ -26,6 +26,7 @@ from ckptd.shared.errors import (
 from ckptd.shared.formats.membership import Membership
 from ckptd.shared.wire.lifecycle import Event, SnapshotState
 from ckptd.shared.wire.messages import Progress, Waiting
+from tests.support.cases import each_case
 
 KEY = (1, 5)
 TAG = "step-00000005.a0001"
@@ -110,7 +111,7 @@ def test_a_failed_step_is_marked_told_released_and_settled_in_this_order() -> No
     assert d.fail(step(sealed=(0,)), SnapshotFailed("no")) == expected
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("before", "actions"),
     [
         (step(), FAILED),
@@ -128,7 +129,7 @@ def test_only_a_step_that_is_incomplete_can_fail_and_only_once(
     assert kinds(d.fail(before, SnapshotFailed("no"))) == actions
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("planned", "kept", "error", "code"),
     [
         ((0,), (1,), SnapshotFailed("no"), "structure-changed"),
@@ -144,7 +145,7 @@ def test_ranks_plan_again_if_only_some_of_them_did(
     assert told(d.fail(step(planned=planned, kept=kept), error)) == [("failed", code, "no")]
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("before", "late"),
     [
         (step(sealed=(0,)), "rank 1"),
@@ -176,7 +177,7 @@ def settled(made: Step) -> Step:
     return made
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("before", "missing"),
     [
         (step(kept=(0,)), [1]),  # rank 0 has requested a slot
@@ -205,7 +206,7 @@ def test_only_ranks_of_this_node_are_told_as_missing_by_this_node() -> None:
     assert [action.message.ranks for action in d.waiting(made, before)] == [[3, 4]]  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("reason", "code", "expected"),
     [
         ("no memory left", "", ("snapshot-failed", "rank 1: no memory left")),
@@ -222,7 +223,7 @@ def test_a_rank_that_passes_over_a_step_gives_the_reason(
     assert told(d.passed_over(job(), step(sealed=(0,)), 1, reason, code)) == [("failed", *expected)]
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("before", "actions"),
     [
         (step(timer=False), FAILED),
@@ -286,7 +287,7 @@ def gone(made: Job) -> Job:
     return made
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("made", "last_sealed", "error"),
     [
         (job(), -1, None),
@@ -336,7 +337,7 @@ CHANGED = (
 )
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("before", "actions", "errors"),
     [
         (step(timer=False, planned=(0,)), ["StartTimer"], []),
@@ -414,7 +415,7 @@ def in_storage(made: Job, tag: str, number: int) -> Job:
 TAKEN_BACK = "segment slot0 was taken back while its seal of step 5 was being read"
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("before", "stored", "actions", "error"),
     [
         (step(sealed=()), None, [], None),
@@ -461,7 +462,7 @@ def test_a_damaged_seal_fails_the_step_and_frees_the_slot() -> None:
     assert told(found) == [("failed", "integrity", "damaged")]
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("before", "seal", "error"),
     [
         (step(sealed=()), rank_seal(1), None),
@@ -506,7 +507,7 @@ def test_all_ranks_seal_one_plan_with_one_persist(
         assert (kind, text.startswith(error[1])) == (error[0], True)
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("before", "stored", "actions"),
     [
         (step(sealed=(0,), timer=False), False, [d.StartTimer(KEY)]),
@@ -587,7 +588,7 @@ def with_slots(**segments: int) -> Job:
     return made
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("usable", "granted", "blocking"),
     [
         ({0: ["a0", "b0"], 1: ["a1", "c1"]}, None, [(1, 2), (1, 3)]),
@@ -611,7 +612,7 @@ def reading(before: Step, *segments: str) -> Step:
 BUSY = "every slot is still being saved"
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("made", "blocked", "expected"),
     [
         (job(step(sealed=(0,))), [KEY], ("rank 1 has not sealed step 5 yet", KEY)),

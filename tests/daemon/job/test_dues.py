@@ -16,6 +16,7 @@ from ckptd.shared.errors import IntegrityError, StorageError
 from ckptd.shared.formats.membership import Membership
 from ckptd.shared.wire.board import Answer
 from ckptd.shared.wire.lifecycle import SnapshotState as S
+from tests.support.cases import each_case
 
 CLAIM = "0" * 32
 HERE = Membership(run_id=CLAIM, ranks=[0, 1])
@@ -189,7 +190,7 @@ def progress(total: int, done: int) -> SaveProgress:
     return made
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("snapshot", "state", "reason", "bytes_"),
     [
         (held(5), "waiting", "", (0, 0)),
@@ -208,7 +209,7 @@ def test_what_keeps_a_snapshot_on_this_node(
     assert (due.state, due.reason, (due.done, due.total)) == (state, reason, bytes_)
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("uploads", "state", "reason", "bytes_", "hopeless"),
     [
         (UploadProgress(), "uploading", "", (0, 0), False),

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import pytest
-
 from ckptd.daemon.job.finite import turned_non_finite
 from ckptd.daemon.job.stored_checkpoint import StoredCheckpoint
+from tests.support.cases import each_case
 
 
 def checkpoint(step: int, non_finite: int | None, attempt: int = 1) -> StoredCheckpoint:
@@ -15,7 +14,7 @@ def checkpoint(step: int, non_finite: int | None, attempt: int = 1) -> StoredChe
     )  # fmt: skip
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("before", "now", "warns"),
     [
         ([], (1, 0), False),

@@ -24,6 +24,7 @@ from ckptd.shared.wire import board
 from ckptd.shared.wire.board import Answer, Holding
 from ckptd.shared.wire.lifecycle import SnapshotState
 from ckptd.shared.wire.messages import Progress, Waiting
+from tests.support.cases import each_case
 from tests.support.node_model import Model, Rules
 
 NODE = Membership(run_id="0" * 32, ranks=[2, 3])
@@ -81,7 +82,7 @@ def test_steps_that_a_drain_of_this_node_has_asked_for_are_shown() -> None:
     assert holdings.holding(made, "node1").drained == [5]
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("held", "saved"),
     [
         (snapshot(5, persist=False), [5]),

@@ -14,6 +14,7 @@ from ckptd.daemon.job.stored_checkpoint import StoredCheckpoint
 from ckptd.shared.formats.membership import Membership
 from ckptd.shared.wire.board import Answer
 from ckptd.shared.wire.lifecycle import SnapshotState
+from tests.support.cases import each_case
 
 CLAIM = "0" * 32
 HERE = Membership(run_id=CLAIM, ranks=[2, 3])
@@ -84,7 +85,7 @@ def test_a_step_is_wanted_if_it_is_held_and_to_be_copied(
 # -- what may be overwritten
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("answer", "needless"),
     [
         (Answer(), False),
@@ -135,7 +136,7 @@ def test_a_copy_of_an_earlier_attempt_stays_for_recoveries_until_a_new_step_is_i
 # -- own slots
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("answer", "replaced"),
     [
         (Answer(common=[5, 6]), True),

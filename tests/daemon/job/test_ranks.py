@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import pytest
-
 from ckptd.daemon.job.ranks import NOT_KNOWN, Owner, Process, Ranks, processes
 from ckptd.shared.wire.messages import Notification, Progress
+from tests.support.cases import each_case
 
 NEWS = Progress(re=0, attempt=1, step=5, state="durable")
 
@@ -103,7 +102,7 @@ def run_of(*pids: int, launch: str = "") -> Ranks:
     return ranks
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("ranks", "process", "others"),
     [
         (run_of(), Process(7), 0),
@@ -123,7 +122,7 @@ def test_the_ranks_of_another_run_share_neither_process_nor_launch(
     assert [owner.rank for owner in ranks.others(process)] == list(range(others))
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("ranks", "said"),
     [
         (run_of(7), "process 7 since 1970-01-01 00:16:33 UTC"),

@@ -17,6 +17,7 @@ from ckptd.daemon.job.sightings import (
     WatchOn,
 )
 from ckptd.shared.formats.heartbeat import Heartbeat
+from tests.support.cases import each_case
 
 BOOT = "0" * 32
 HERE = Newcomer("", "here", BOOT)
@@ -113,7 +114,7 @@ def admitted(newcomer: Newcomer, *heartbeats: tuple[int, bytes]) -> bool:
     return isinstance(verdict, Admit)
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("newcomer", "made", "at_once"),
     [
         (HERE, beat(1), False),

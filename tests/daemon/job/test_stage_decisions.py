@@ -4,8 +4,6 @@ ranks, as pure decisions.
 
 from __future__ import annotations
 
-import pytest
-
 from ckptd.daemon.job.catalog import Job
 from ckptd.daemon.job.stage_decisions import (
     needless,
@@ -17,6 +15,7 @@ from ckptd.daemon.job.stage_decisions import (
 )
 from ckptd.daemon.job.stored_checkpoint import StoredCheckpoint
 from ckptd.shared.wire import messages as m
+from tests.support.cases import each_case
 
 
 def checkpoint(step: int, attempt: int = 1) -> StoredCheckpoint:
@@ -38,7 +37,7 @@ def steps(checkpoints: list[StoredCheckpoint]) -> list[int | None]:
     return [c.step for c in checkpoints]
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("stage", "root", "wait", "upload"),
     [
         ([], [1], [], None),
@@ -62,7 +61,7 @@ def test_what_cannot_be_uploaded_or_is_being_deleted_does_not_wait() -> None:
     assert steps(waiting(job([3, 4, 5], [], retiring=[4]), {checkpoint(3).tag})) == [5]
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("stage", "root", "may_go", "may_go_on_a_full_disk"),
     [
         ([1, 2, 3], [1, 2, 3], [1, 2], [1, 2, 3]),

@@ -30,6 +30,7 @@ from ckptd.daemon.journal.file import (
 )
 from ckptd.shared.errors import IntegrityError, NewerFormat
 from tests.shared.samples import flip, resealed, steady
+from tests.support.cases import each_case
 
 HEADER = FileHeader(number=7, salt=bytes(range(16)), previous_crc=0x1234)
 
@@ -296,7 +297,7 @@ def test_a_newer_file_is_not_called_damaged(at: int, value: int) -> None:
     assert type(caught.value) is IntegrityError
 
 
-@pytest.mark.parametrize(
+@each_case(
     "data",
     [b"", bytes(10), bytes(64), bytes(4096), b"CKPTDJNL" + bytes(56)],
     ids=["none", "10", "64", "4096", "magic"],

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from http import HTTPStatus
 
-import pytest
-
 from ckptd.daemon.page.access import Access
 from ckptd.daemon.telemetry.http_answers import HttpRequest, Page
+from tests.support.cases import each_case
 
 TOKEN = "0123456789abcdef"
 LOCAL, GUARDED = Access(), Access(TOKEN, ["node7", "node7.lab"], 9420)
@@ -24,7 +23,7 @@ def status(access: Access, asked: HttpRequest) -> int:
     return 200 if page is None else page.status.value
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("host", "local", "guarded"),
     [
         ("localhost", 200, 200), ("127.0.0.1:9420", 200, 200), ("[::1]:9420", 200, 200),
@@ -39,7 +38,7 @@ def test_only_names_of_this_machine_are_answered(host: str, local: int, guarded:
     assert status(GUARDED, request(host=host, authorization=bearer)) == guarded
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("origin", "expected"),
     [
         ("http://localhost:9420", 200), ("https://LOCALHOST:9420", 200), ("null", 403),
@@ -51,7 +50,7 @@ def test_a_forged_origin_is_refused(origin: str, expected: int) -> None:
     assert status(LOCAL, request("/api/live", origin=origin)) == expected
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("path", "site", "expected"),
     [
         ("/", "cross-site", 200), ("/api/live", "cross-site", 403), ("/api/live", "same-site", 403),
@@ -64,7 +63,7 @@ def test_another_site_may_link_to_the_page_and_nothing_else(
     assert status(LOCAL, request(path, sec_fetch_site=site)) == expected
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("headers", "expected"),
     [
         ({}, 401), ({"authorization": f"Bearer {TOKEN}"}, 200), ({"authorization": TOKEN}, 401),
@@ -99,7 +98,7 @@ def test_a_token_in_the_address_becomes_a_cookie() -> None:
     assert status(other, asked) == 401
 
 
-@pytest.mark.parametrize(
+@each_case(
     "target",
     ["/?token=", f"/?token={TOKEN}x", "/?token=%ff", "/?x=1", f"/?token={TOKEN}{'&a=1' * 8}"],
 )

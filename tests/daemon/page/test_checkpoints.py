@@ -19,6 +19,7 @@ from ckptd.shared.errors import InvalidName, NotFound
 from ckptd.shared.formats.manifest import Manifest
 from ckptd.shared.names import MANIFEST
 from ckptd.shared.storage.locate import open_root
+from tests.support.cases import each_case
 from tests.support.daemons import home, running, until
 
 TAG = "step-{:08d}.a0001".format
@@ -146,7 +147,7 @@ def test_a_tensor_is_measured(root: Path) -> None:
         Checkpoints(root).statistics("gpt", TAG(3), "x", lambda: False)
 
 
-@pytest.mark.parametrize("job", ["..", "../root", ".ckptd", "/etc", "a/b", "", "g\0"])
+@each_case("job", ["..", "../root", ".ckptd", "/etc", "a/b", "", "g\0"])
 def test_a_job_cannot_lead_out_of_the_root(root: Path, job: str) -> None:
     found = Checkpoints(root)
     for call in (found.listing, lambda job: found.details(job, TAG(3))):
@@ -154,7 +155,7 @@ def test_a_job_cannot_lead_out_of_the_root(root: Path, job: str) -> None:
             call(job)
 
 
-@pytest.mark.parametrize("tag", ["..", "../gpt", f"../gpt/{TAG(3)}", "", "x" * 9000])
+@each_case("tag", ["..", "../gpt", f"../gpt/{TAG(3)}", "", "x" * 9000])
 def test_a_tag_cannot_lead_out_of_the_job(root: Path, tag: str) -> None:
     found = Checkpoints(root)
     for call in (found.details, found.manifest):

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
-
 from ckptd.daemon.commands.health import Problem
 from ckptd.daemon.page.overview import Answers, Level, SaveRates, TopSentence, overview, verdict
+from tests.support.cases import each_case
 
 WELL = "the daemon of /r is ready, 1 job runs"
 FAILED = Problem("failed", "gpt", "job gpt: the last save failed 3 s ago: no room")
 ROOM = Problem("room", "gpt", "job gpt: 2 more checkpoints fit")
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("problems", "age", "silent", "why", "level", "text"),
     [
         ([], 0.4, 0.0, "", Level.WELL, f"All is well: {WELL}"),

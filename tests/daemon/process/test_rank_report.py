@@ -5,8 +5,6 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any, cast
 
-import pytest
-
 from ckptd.daemon.job.catalog import Catalog, Job
 from ckptd.daemon.job.ranks import Owner, Process
 from ckptd.daemon.job.snapshot import RankSeal, Snapshot
@@ -17,6 +15,7 @@ from ckptd.daemon.process.rank_report import (
     ranks_report,
 )
 from ckptd.shared.wire.lifecycle import SnapshotState
+from tests.support.cases import each_case
 
 
 def slot(
@@ -76,7 +75,7 @@ def test_slots_of_others_are_left_out_and_those_without_an_owner_are_told() -> N
     ]
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("sealed", "state", "told"),
     [
         ((), None, "filling"),

@@ -20,6 +20,7 @@ from ckptd.daemon.process.service import MAX_REPORT, Service, report_text
 from ckptd.shared.errors import StorageError
 from ckptd.shared.formats.membership import Membership
 from ckptd.shared.wire.lifecycle import SnapshotState
+from tests.support.cases import each_case
 
 
 class Saver:
@@ -159,7 +160,7 @@ async def test_copies_are_waited_for_although_their_saves_have_begun_before() ->
     assert sorted(saver.started) == [4, 5, 6]
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("node", "in_memory", "stored", "raises"),
     [
         (Membership(run_id="0" * 32, ranks=[0]), (2, 5), None, True),

@@ -19,6 +19,7 @@ from ckptd.shared.errors import ForeignMemory, StorageError
 from ckptd.shared.formats.segment import RootMark
 from ckptd.shared.storage.locate import open_root
 from tests.support import stores
+from tests.support.cases import each_case
 from tests.support.daemons import Home, running, until
 from tests.support.replaced_roots import (
     LAST,
@@ -144,7 +145,7 @@ class Told:
         self.ended = True
 
 
-@pytest.mark.parametrize(
+@each_case(
     "found",
     [
         ("ab" * 16,),

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from http import HTTPStatus
 
-import pytest
-
 from ckptd.daemon.telemetry.http_answers import Page, Pages, respond
+from tests.support.cases import each_case
 
 PAGES: Pages = {"/metrics": lambda: Page(HTTPStatus.OK, b"a 1\n", "text/x"), "/healthz": lambda: (
     Page.of(HTTPStatus.SERVICE_UNAVAILABLE, "late"))}  # fmt: skip
@@ -46,14 +45,14 @@ def test_a_probe_tells_why() -> None:
     assert asked(get("/healthz"))[::2] == (503, b"late\n")
 
 
-@pytest.mark.parametrize("target", ["/", "/metrics/", "//metrics", "/../metrics", "*",
+@each_case("target", ["/", "/metrics/", "//metrics", "/../metrics", "*",
                                     "http://localhost/metrics"])  # fmt: skip
 def test_other_pages_do_not_exist(target: str) -> None:
     status, _, body = asked(get(target))
     assert (status, body) == (404, b"there is no such page; there are /metrics, /healthz\n")
 
 
-@pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "OPTIONS", "get", "CONNECT"])
+@each_case("method", ["POST", "PUT", "DELETE", "OPTIONS", "get", "CONNECT"])
 def test_only_reading_is_possible(method: str) -> None:
     status, headers, body = asked(get(method=method))
     assert (status, headers["Allow"], body) == (
@@ -61,14 +60,14 @@ def test_only_reading_is_possible(method: str) -> None:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize(
+@each_case(
     "host", ["localhost", "LocalHost:9419", "127.0.0.1", "127.0.0.1:1", "[::1]", "[::1]:9419"]
 )
 def test_hosts_that_name_this_machine(host: str) -> None:
     assert asked(get(host=host))[0] == 200
 
 
-@pytest.mark.parametrize(
+@each_case(
     "host", ["evil.org", "evil.org:9419", "localhost.evil.org", "127.0.0.1.nip.io", "127.0.0.2",
              "0.0.0.0:9419", "localhost:9419:1", "localhost:x", "::1", ""],
 )  # fmt: skip
@@ -77,7 +76,7 @@ def test_a_forged_host_is_refused(host: str) -> None:
     assert (status, body[:42]) == (403, b"the Host header must name this machine: 12")
 
 
-@pytest.mark.parametrize(
+@each_case(
     "request_",
     [
         "GET /metrics HTTP/1.1\r\n\r\n",

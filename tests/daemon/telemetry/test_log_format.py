@@ -17,6 +17,7 @@ from ckptd.daemon.telemetry.log_format import (
     TextFormatter,
     formatter_for,
 )
+from tests.support.cases import each_case
 
 
 def failed(caplog: pytest.LogCaptureFixture) -> logging.LogRecord:
@@ -63,9 +64,7 @@ def test_each_line_for_journald_has_its_priority(caplog: pytest.LogCaptureFixtur
     assert {line[:3] for line in lines} == {"<3>"}
 
 
-@pytest.mark.parametrize(
-    ("level", "priority"), [(10, "<7>"), (20, "<6>"), (30, "<4>"), (40, "<3>"), (50, "<2>")]
-)
+@each_case(("level", "priority"), [(10, "<7>"), (20, "<6>"), (30, "<4>"), (40, "<3>"), (50, "<2>")])
 def test_a_level_has_the_priority_of_syslog(level: int, priority: str) -> None:
     record = logging.LogRecord("ckptd", level, "", 0, "text", (), None)
     assert JournalFormatter().format(record) == f"{priority}ckptd: text"

@@ -12,9 +12,10 @@ from ckptd.daemon.job.ranks import Owner, Process
 from ckptd.daemon.job.stored_checkpoint import StoredCheckpoint
 from ckptd.daemon.log_events import event_of, facts_of
 from ckptd.daemon.telemetry.overdue import Overdue, limit
+from tests.support.cases import each_case
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("created", "seconds"),
     [
         ([], math.inf),
@@ -28,7 +29,7 @@ def test_the_limit_follows_the_usual_interval(created: Sequence[float], seconds:
     assert limit(created) == seconds
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("of_this_run", "longest", "seconds"),
     [
         ([120.0, 121.0], 1.0, 600.0),  # too few: a run loads its data first

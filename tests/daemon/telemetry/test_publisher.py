@@ -12,9 +12,10 @@ import pytest
 from ckptd.daemon.telemetry import publisher
 from ckptd.daemon.telemetry.figures import DaemonFigures, MetricsBoard
 from ckptd.daemon.telemetry.publisher import Publisher, pause
+from tests.support.cases import each_case
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("took", "seconds"), [(0.0, 1.0), (0.001, 1.0), (0.005, 5.0), (0.015, 15.0), (9.0, 15.0)]
 )
 def test_figures_take_a_thousandth_of_the_time(took: float, seconds: float) -> None:

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
 from ckptd.daemon.telemetry.background import LoggedEvent
 from ckptd.daemon.telemetry.history import History
 from ckptd.daemon.telemetry.restore_rate import RestoreRate, rate_of, read_rate
+from tests.support.cases import each_case
 
 
 def recovery(job: str = "gpt", **facts: float | str) -> LoggedEvent:
     return LoggedEvent(1.0, "job.recovered", 20, "recovered", {"job": job, **facts})
 
 
-@pytest.mark.parametrize(
+@each_case(
     "facts",
     [
         {},

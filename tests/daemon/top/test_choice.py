@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import pytest
-
 from ckptd.daemon.top.choice import PAGE, Choice
+from tests.support.cases import each_case
 
 JOBS = [f"job{number}" for number in range(30)]
 
@@ -16,7 +15,7 @@ def test_the_first_job_is_chosen_until_the_user_chooses() -> None:
     assert Choice("gone", ranks=True).among([], 0) == Choice()
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("key", "job"),
     [
         ("down", "job6"), ("j", "job6"), ("up", "job4"), ("k", "job4"), ("home", "job0"),

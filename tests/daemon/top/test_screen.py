@@ -24,6 +24,7 @@ from ckptd.daemon.top.screen import ASCII, UNICODE, View, screen
 from ckptd.daemon.top.trends import Trend
 from ckptd.shared.units import printable
 from tests.shared.samples import steady
+from tests.support.cases import each_case
 from tests.support.reports import SAVING, job_report, status_report
 from tests.support.top_picture import picture
 
@@ -55,8 +56,8 @@ def lines(shown: View, columns: int, rows: int) -> list[str]:
     return [line.plain.rstrip() for line in drawn]
 
 
-@pytest.mark.parametrize("columns", [40, 80, 200])
-@pytest.mark.parametrize("jobs", [0, 1, 60])
+@each_case("columns", [40, 80, 200])
+@each_case("jobs", [0, 1, 60])
 def test_every_window_shows_as_many_jobs_as_fit(columns: int, jobs: int) -> None:
     names = [f"job-{number:02d}" for number in range(jobs)]
     shown = lines(view(*(job_report(name) for name in names)), columns, 24)
@@ -75,8 +76,8 @@ def test_every_window_shows_as_many_jobs_as_fit(columns: int, jobs: int) -> None
         assert f"   {60 - len(found)} more jobs" in shown
 
 
-@pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 8, 14, 24, 39])
-@pytest.mark.parametrize("ranks", [False, True])
+@each_case("rows", [1, 2, 3, 4, 5, 8, 14, 24, 39])
+@each_case("ranks", [False, True])
 def test_windows_of_every_height_are_filled_and_not_more(rows: int, ranks: bool) -> None:
     jobs = [job_report(f"job-{number:02d}", saving=[SAVING]) for number in range(20)]
     problems = [(job["job"], f"{job['job']} is not well") for job in jobs]
@@ -152,7 +153,7 @@ def test_the_last_error_is_shown_whole() -> None:
     assert f"step 360, 3 min ago: {reason.strip()}" in " ".join(text.split())
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("changes", "shown"),
     [
         ({}, "step 400"),
@@ -257,8 +258,8 @@ def test_ranks_that_the_report_leaves_out_are_counted(rows: int, more: int) -> N
     assert f"  {more} more ranks" in shown
 
 
-@pytest.mark.parametrize("columns", [1, 7, 40, 80, 200])
-@pytest.mark.parametrize("name", [EVIL, WIDE, "e\u0301" * 40, "\u200b\ufeff", ""])
+@each_case("columns", [1, 7, 40, 80, 200])
+@each_case("name", [EVIL, WIDE, "e\u0301" * 40, "\u200b\ufeff", ""])
 def test_hostile_names_stay_in_their_lines(name: str, columns: int) -> None:
     error = {"step": None, "reason": name * 3, "age_seconds": 1.0}
     slot = {"bytes": 1, "state": name, "step": name}
@@ -298,7 +299,7 @@ def test_texts_are_fitted_to_any_width(text: str, width: int) -> None:
     assert "".join(parts).replace(" ", "") == text.replace(" ", "")
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("values", "width", "drawn"),
     [
         ((), 4, "    "),
@@ -315,7 +316,7 @@ def test_sparklines_are_as_high_as_their_share(
     assert s.spark(values, width, UNICODE) == drawn
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("share", "drawn"), [(0.0, "----"), (0.5, "##--"), (1.0, "####"), (1.7, "####"), (-1.0, "----")]
 )
 def test_bars_are_never_longer_than_their_room(share: float, drawn: str) -> None:
@@ -328,7 +329,7 @@ def test_a_terminal_without_unicode_gets_ascii() -> None:
     assert any("#" in line for line in drawn)
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("seconds", "text"),
     [
         (0.4, "0 s"),
@@ -343,7 +344,7 @@ def test_spans_are_short(seconds: float, text: str) -> None:
     assert s.short_span(seconds) == text
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("chosen", "count", "room", "found"),
     [(0, 3, 5, (0, 3)), (0, 9, 5, (0, 4)), (5, 9, 5, (3, 4)), (8, 9, 5, (5, 4)), (4, 9, 0, (4, 1))],
 )

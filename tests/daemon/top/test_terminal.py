@@ -12,9 +12,10 @@ from collections.abc import Iterator
 import pytest
 
 from ckptd.daemon.top.terminal import Ended, Terminal, keys, taken
+from tests.support.cases import each_case
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("sent", "found"),
     [
         (b"q", ["q"]),

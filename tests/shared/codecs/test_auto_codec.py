@@ -9,6 +9,7 @@ from ckptd.shared.codecs.auto_codec import Auto
 from ckptd.shared.codecs.planes import PLANES, Planes
 from ckptd.shared.errors import InvalidConfig
 from tests.shared.samples import encoded
+from tests.support.cases import each_case
 
 RAW = bytes(range(64)) * 5000
 
@@ -40,7 +41,7 @@ def test_nothing_is_encoded_before_a_write_was_measured() -> None:
         assert encoded(encoder, RAW, 4) == encoded(Planes(), RAW, 4)
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("write", "encode", "beside", "alone"),
     [
         (1.0, 0.5, True, False),
@@ -91,7 +92,7 @@ def test_an_encoder_that_was_slow_once_is_tried_again() -> None:
         assert any(encoded(encoder, RAW, 4) is not None for _ in range(500))
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("write", "encode", "share", "pays"),
     [
         (0.0, 0.0, 0.25, True),  # nothing is known yet

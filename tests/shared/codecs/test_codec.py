@@ -16,6 +16,7 @@ from ckptd.shared.codecs import codec
 from ckptd.shared.errors import IntegrityError, InvalidConfig, NewerFormat
 from ckptd.shared.formats.plan import MAX_CHUNK
 from tests.shared.samples import encoded, steady
+from tests.support.cases import each_case
 
 RAW = b"checkpoint " * 9000  # 99,000 bytes
 SKIPPABLE = struct.pack("<II", 0x184D2A50, len(RAW)) + RAW  # RFC 8878, section 3.1.2
@@ -118,7 +119,7 @@ def test_a_frame_by_hand_is_a_frame() -> None:
     )
 
 
-@pytest.mark.parametrize("stored", HOSTILE.values(), ids=HOSTILE.keys())
+@each_case("stored", HOSTILE.values(), ids=HOSTILE.keys())
 def test_a_hostile_chunk_is_refused_and_costs_no_memory(stored: bytes) -> None:
     tracemalloc.start()
     try:
@@ -190,7 +191,7 @@ def test_an_unknown_codec_number_counts_as_newer(number: int) -> None:
         codec.decoder(number)
 
 
-@pytest.mark.parametrize(
+@each_case(
     "specification",
     [
         "",

@@ -17,6 +17,7 @@ from ckptd.shared.codecs.delta import Delta
 from ckptd.shared.codecs.planes import Planes, word_size
 from ckptd.shared.errors import IntegrityError
 from tests.shared.samples import encoded, steady
+from tests.support.cases import each_case
 
 SIZES = (1, 2, 4, 8, 16)
 HEAD = struct.Struct("<IIII")
@@ -56,8 +57,8 @@ def test_what_is_encoded_is_decoded(base: bytes, element_size: int, data: st.Dat
     assert stored is None or apply(stored, base, element_size) == raw
 
 
-@pytest.mark.parametrize("element_size", SIZES)
-@pytest.mark.parametrize("share", [0.0, 0.001, 0.05, 0.39, 0.41, 1.0])
+@each_case("element_size", SIZES)
+@each_case("share", [0.0, 0.001, 0.05, 0.39, 0.41, 1.0])
 def test_every_density_comes_back(element_size: int, share: float) -> None:
     draw, width = np.random.default_rng(3), word_size(element_size)
     words = 48_000 // width * 4
@@ -138,7 +139,7 @@ def _frame(content: bytes) -> bytes:
     return bytes(zstandard.ZstdCompressor().compress(content))
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("stored", "why"),
     [
         (b"", "not possible"),

@@ -17,6 +17,7 @@ from ckptd.shared.codecs.codec import decoder, encoder
 from ckptd.shared.codecs.planes import PLANES, Planes, word_size
 from ckptd.shared.errors import IntegrityError
 from tests.shared.samples import encoded, steady
+from tests.support.cases import each_case
 
 SIZES = (1, 2, 4, 8, 16)
 
@@ -52,10 +53,8 @@ def test_what_is_encoded_is_decoded(piece: bytes, element_size: int, times: int)
     assert stored is None or decoded(stored, len(raw), element_size) == raw
 
 
-@pytest.mark.parametrize(
-    "dtype", [np.float16, np.float32, np.float64, np.int64, np.complex64, np.complex128]
-)
-@pytest.mark.parametrize("count", [70_000, 200_003])
+@each_case("dtype", [np.float16, np.float32, np.float64, np.int64, np.complex64, np.complex128])
+@each_case("count", [70_000, 200_003])
 def test_numbers_of_every_kind_shrink_and_come_back(dtype: type, count: int) -> None:
     numbers: np.ndarray[Any, Any] = (weights(count) * (1000 if dtype is np.int64 else 1)).astype(
         dtype
@@ -167,7 +166,7 @@ def test_damage_is_refused_or_changes_the_bytes() -> None:
 FRAME = zstandard.ZstdCompressor().compress(bytes(1000))
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("entries", "rest", "words"),
     [
         ((2, 1000, 0, 1000), bytes(2000), "stored by method 2"),

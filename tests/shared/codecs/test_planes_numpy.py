@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from ckptd.shared.codecs import planes_numpy
 from tests.shared.samples import steady
+from tests.support.cases import each_case
 
 compiled = pytest.importorskip(
     "ckptd.shared.codecs._planes", reason="no compiler was found when ckptd was installed"
@@ -42,8 +43,8 @@ def test_both_split_and_join_alike(width: int, piece: bytes, times: int, shift: 
         assert back == b"\xee" * shift + raw
 
 
-@pytest.mark.parametrize("function", ["split", "join"])
-@pytest.mark.parametrize(
+@each_case("function", ["split", "join"])
+@each_case(
     "sizes",
     [
         (),

@@ -9,11 +9,12 @@ import pytest
 from ckptd.shared.errors import IntegrityError, NewerFormat
 from ckptd.shared.formats.binary import align, check_preamble, check_zero, preamble
 from tests.shared.samples import flip
+from tests.support.cases import each_case
 
 MAGIC = b"CKPTDXYZ"
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("length", "rounded"),
     [(0, 0), (1, 4096), (4095, 4096), (4096, 4096), (4097, 8192), (1 << 40, 1 << 40)],
 )
@@ -27,7 +28,7 @@ def test_preamble_is_magic_version_and_zeros() -> None:
     check_preamble(memoryview(preamble(MAGIC) + b"more"), MAGIC, "it")
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("magic", "version", "zero", "features", "error"),
     [
         (b"CKPTDXYY", 1, 0, 0, IntegrityError),

@@ -52,6 +52,7 @@ from tests.shared.samples import (
     steady,
     values_after,
 )
+from tests.support.cases import each_case
 from tests.support.limited import SCALE, outcomes
 from tests.support.storage import source
 
@@ -296,7 +297,7 @@ def test_chunks_are_counted_before_any_is_made() -> None:
     assert MAX_ITEMS == 1 << 20
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("change", "reason"),
     [
         (lambda d: d.update(chunks=d["chunks"][:1] * (MAX_CHUNKS + 1)), "index cannot be read"),

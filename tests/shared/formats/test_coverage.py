@@ -16,6 +16,7 @@ from ckptd.shared.formats.coverage import Effort, Shards, check_all, check_cover
 from ckptd.shared.formats.plan import BLOB, Item, Plan, Region
 from ckptd.shared.formats.sharding import Box, Shape
 from tests.shared.samples import WRITER, steady
+from tests.support.cases import each_case
 
 
 def whole(size: Shape, boxes: list[Box]) -> bool:
@@ -134,7 +135,7 @@ def test_overlaps_that_hide_a_hole_are_named() -> None:
         check_cover("w", (8,), [((0, 0), (8, 1))])
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("counts", "lengths"),
     [
         ((4096,), (3,)),

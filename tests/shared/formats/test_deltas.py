@@ -28,6 +28,7 @@ from ckptd.shared.storage.bucket import Bucket
 from ckptd.shared.storage.object_store import ObjectStorage
 from ckptd.shared.storage.posix import PosixStorage
 from ckptd.shared.storage.repository import Repository
+from tests.support.cases import each_case
 from tests.support.parts import PLAN, RANGES, SLOT, Parts, tag_of
 
 
@@ -245,7 +246,7 @@ def test_a_base_that_cannot_be_linked_means_a_whole_chunk(
     assert len(disk.repository.files("gpt", tag_of(4))) == disk.entries[4].files
 
 
-@pytest.mark.parametrize(("checkpoints", "most"), [(0, 0), (2, 0), (3, 1), (10, 8), (90, 16)])
+@each_case(("checkpoints", "most"), [(0, 0), (2, 0), (3, 1), (10, 8), (90, 16)])
 def test_one_checkpoint_outside_a_chain_is_left(checkpoints: int, most: int) -> None:
     assert most_deltas(checkpoints) == most
 

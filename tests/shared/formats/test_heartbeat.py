@@ -11,6 +11,7 @@ import pytest
 
 import ckptd.shared
 from ckptd.shared.formats.heartbeat import MAX_HEARTBEAT, Heartbeat
+from tests.support.cases import each_case
 
 BOOT, BEAT = "6f0f0c5ba1a54b7f8e0d1c2b3a495867", "000102030405060708090a0b0c0d0e0f"
 MADE = Heartbeat(
@@ -55,7 +56,7 @@ def test_a_later_version_may_have_more_fields() -> None:
     )
 
 
-@pytest.mark.parametrize(
+@each_case(
     "changed",
     [
         {"format": "ckptd-receipt"}, {"job": "other"}, {"job": "x" * 129}, {"attempt": 3},
@@ -70,9 +71,7 @@ def test_what_is_no_heartbeat_of_the_attempt_is_none(changed: dict[str, Any]) ->
     )
 
 
-@pytest.mark.parametrize(
-    "data", [b"", b"\0" * 100, b"\xff", MADE.encode()[:-1], b"[" * 4096, b"null"]
-)
+@each_case("data", [b"", b"\0" * 100, b"\xff", MADE.encode()[:-1], b"[" * 4096, b"null"])
 def test_damaged_bytes_are_none(data: bytes) -> None:
     assert Heartbeat.decode(data, "gpt", 2) is None
 

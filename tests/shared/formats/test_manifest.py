@@ -17,6 +17,7 @@ from ckptd.shared.errors import IntegrityError, NewerFormat
 from ckptd.shared.formats.manifest import MOST_INLINE, Manifest, PartEntry, plain_metrics
 from ckptd.shared.names import part_file
 from tests.shared.samples import NONCE, WRITER, flip, steady
+from tests.support.cases import each_case
 
 JSON = st.recursive(
     st.none()
@@ -160,7 +161,7 @@ def test_extra_bytes_before_or_behind_are_seen(more: bytes) -> None:
 # -- whole, but not sound
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("ranks", "world_size"),
     [
         ([], 1),
@@ -181,7 +182,7 @@ def test_a_manifest_must_list_one_part_of_each_rank(ranks: list[int], world_size
         Manifest.decode(manifest.encode())
 
 
-@pytest.mark.parametrize(
+@each_case(
     "file",
     [
         "",
@@ -211,7 +212,7 @@ def test_a_newer_manifest_is_not_called_damaged(change: Callable[[dict[str, Any]
         Manifest.decode(resealed(change))
 
 
-@pytest.mark.parametrize(
+@each_case(
     "change",
     [
         lambda d: d.update(format="something"),
@@ -244,7 +245,7 @@ def test_unknown_members_are_ignored() -> None:
     assert Manifest.decode(resealed(lambda d: d.update(novelty={"x": 1}))) == make()
 
 
-@pytest.mark.parametrize(
+@each_case(
     "data",
     [
         b"",
@@ -379,7 +380,7 @@ def test_the_count_is_known_if_that_of_every_part_is(
     assert make().non_finite is None
 
 
-@pytest.mark.parametrize(
+@each_case(
     "change",
     [
         lambda d: d["parts"].update(nonces=d["parts"]["nonces"][:-4]),

@@ -6,11 +6,12 @@ import msgspec
 import pytest
 
 from ckptd.shared.formats.membership import Membership
+from tests.support.cases import each_case
 
 CLAIM = "0123456789abcdef" * 2
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("ranks", "rank", "world_size", "problem"),
     [
         ([0, 1], 0, 4, ""),

@@ -15,6 +15,7 @@ from ckptd.shared.formats import metadata_object
 from ckptd.shared.formats.metadata_object import BLOCK, MetadataObjectEntry, MetadataReader, encode
 from ckptd.shared.formats.sharding import Mesh, Rule
 from ckptd.shared.names import is_metadata_file
+from tests.support.cases import each_case
 
 MESHES = [Mesh((4, 2), 0, (2, 1))]
 
@@ -147,7 +148,7 @@ def test_an_object_that_is_cut_short_is_refused(length: int) -> None:
         MetadataReader(Memory(data[:length]), entry, 8, "metadata")
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("entry", "said"),
     [
         (
@@ -194,7 +195,7 @@ def forged(change: Any) -> tuple[bytes, MetadataObjectEntry]:
         return encode({}, MESHES, 8)
 
 
-@pytest.mark.parametrize(
+@each_case(
     "blocks",
     [
         [("a", msgspec.msgpack.encode([["b", {"dtype": "bytes"}]]))],

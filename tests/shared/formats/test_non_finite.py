@@ -16,6 +16,7 @@ from ckptd.shared.formats import non_finite
 from ckptd.shared.formats.non_finite import MOST_NAMED, Learned, NonFinite, count_words, runs_of
 from ckptd.shared.formats.plan import Alias, Item, Plan, Region
 from tests.shared.samples import sample_plan
+from tests.support.cases import each_case
 
 INF, NAN = float("inf"), float("nan")
 FLOATS = {name: getattr(torch, name) for name in non_finite._WORDS if hasattr(torch, name)}
@@ -39,7 +40,7 @@ def counted(plan: Plan, data: bytes, offset: int = 0) -> dict[int, int]:
     return dict(learned.count(memoryview(data), offset))
 
 
-@pytest.mark.parametrize("name", [n for n, d in FLOATS.items() if not d.is_complex])
+@each_case("name", [n for n, d in FLOATS.items() if not d.is_complex])
 def test_every_dtype_counts_as_torch_does(name: str) -> None:
     dtype = FLOATS[name]
     width, mask, pattern = non_finite._WORDS[name]
@@ -51,7 +52,7 @@ def test_every_dtype_counts_as_torch_does(name: str) -> None:
     assert count_words(words.tobytes(), width, mask, pattern) == int((~finite).sum()) > 0
 
 
-@pytest.mark.parametrize(("width", "mask", "pattern"), sorted(set(non_finite._WORDS.values())))
+@each_case(("width", "mask", "pattern"), sorted(set(non_finite._WORDS.values())))
 def test_without_the_extension_numpy_counts_the_same(width: int, mask: int, pattern: int) -> None:
     data = np.random.default_rng(1).integers(0, 256, 1 << 16, dtype=np.uint8).tobytes()
     wanted = sum((int(word) & mask) == pattern for word in np.frombuffer(data, f"<u{width}"))
@@ -59,7 +60,7 @@ def test_without_the_extension_numpy_counts_the_same(width: int, mask: int, patt
     assert count_words(data, width, mask, pattern) == wanted
 
 
-@pytest.mark.parametrize("words", [0, 1, 127, 128, 129, 300])
+@each_case("words", [0, 1, 127, 128, 129, 300])
 def test_counts_do_not_overflow_and_no_word_is_left_out(words: int) -> None:
     for width in (1, 2, 4, 8):
         assert count_words(b"\xff" * (words * width + width - 1), width, 0x7F, 0x7F) == words
@@ -120,7 +121,7 @@ def test_the_gaps_of_a_strided_alias_count_as_its_own() -> None:
     assert counted(plan, data) == {1: 5}
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("runs", "wanted"),
     [
         ([(0, 1 << 60)], {0: 1, 1: 1}), ([(5, 3)], {}), ([(1, 1), (0, 1)], {1: 1}),

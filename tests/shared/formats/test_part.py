@@ -43,6 +43,7 @@ from tests.shared.samples import (
     sample_plan,
     values_after,
 )
+from tests.support.cases import each_case
 from tests.support.storage import source
 
 PLAN = sample_plan(floats=40_000)  # 160,000 bytes: three chunks of 64 KiB
@@ -360,22 +361,20 @@ FORGED: dict[str, Callable[[dict[str, Any]], object]] = {
 }
 
 
-@pytest.mark.parametrize("change", FORGED.values(), ids=FORGED.keys())
+@each_case("change", FORGED.values(), ids=FORGED.keys())
 def test_a_forged_index_is_refused(change: Callable[[dict[str, Any]], object]) -> None:
     with pytest.raises(IntegrityError, match=r"^p: "):
         check(forge(change))
 
 
-@pytest.mark.parametrize("field", ["attempt", "rank", "world_size", "step"])
-@pytest.mark.parametrize(
-    "value", [-1, 1 << 33, (1 << 64) - 1], ids=["negative", "33 bits", "64 bits"]
-)
+@each_case("field", ["attempt", "rank", "world_size", "step"])
+@each_case("value", [-1, 1 << 33, (1 << 64) - 1], ids=["negative", "33 bits", "64 bits"])
 def test_an_impossible_number_is_an_integrity_error(field: str, value: int) -> None:
     with pytest.raises(IntegrityError):
         check(forge(lambda d: d.update({field: value}), header=SMALL[:ALIGN]))
 
 
-@pytest.mark.parametrize("field", ["attempt", "rank", "world_size", "step", "job"])
+@each_case("field", ["attempt", "rank", "world_size", "step", "job"])
 def test_header_and_index_speak_of_the_same_snapshot(field: str) -> None:
     with pytest.raises(IntegrityError, match="different snapshots"):
         check(
@@ -425,10 +424,10 @@ def test_wrong_raw_bytes_of_a_sound_frame_are_seen() -> None:
             reader.read_chunk(0, memoryview(bytearray(16)))
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("field", "why"), [(6, "holds other bytes than were saved"), (7, "does not match its checksum")]
 )
-@pytest.mark.parametrize("codec", ["raw", "zstd", "planes"])
+@each_case("codec", ["raw", "zstd", "planes"])
 def test_a_sound_chunk_with_another_checksum_in_the_index_is_refused(
     codec: str, field: int, why: str
 ) -> None:
@@ -473,7 +472,7 @@ def test_a_part_that_claims_an_enormous_slot_costs_no_memory(where: str) -> None
         tracemalloc.stop()
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("offset", "length", "whole"),
     [
         (0, 10, None),

@@ -39,6 +39,7 @@ from ckptd.shared.names import part_file
 from ckptd.shared.system.fs import PosixFileSystem
 from ckptd.shared.system.storage_seam import Source
 from tests.shared.samples import NONCE, packed_slot, resealed, sample_plan, values_after
+from tests.support.cases import each_case
 from tests.support.descriptors import opened
 from tests.support.storage import files_in, source
 
@@ -387,7 +388,7 @@ class Frugal(PosixFileSystem):
         self.closed += self.rooms.pop(fd, 0)  # 0: a directory
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("files", "most", "count"),
     [(1, 0, 1), (3, 0, 3), (1, SMALLEST, 13), (2, SMALLEST, 13), (2, 5 * MIN_CHUNK, 4)],
 )
@@ -420,7 +421,7 @@ def test_a_part_is_discarded_although_its_files_cannot_be_closed(tmp_path: Path)
     os.close(place.fd)
 
 
-@pytest.mark.parametrize("creations", range(2, 9))
+@each_case("creations", range(2, 9))
 def test_every_thread_gets_the_first_error(tmp_path: Path, creations: int) -> None:
     """The error is not that of a bad descriptor of the file that could not be made."""
     place = Place(tmp_path, Full(creations))
@@ -474,7 +475,7 @@ NO_COUNT: list[tuple[Any, Any]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("files", "most"), NO_COUNT)
+@each_case(("files", "most"), NO_COUNT)
 def test_impossible_settings_are_refused(files: Any, most: Any) -> None:
     with pytest.raises(
         InvalidConfig,

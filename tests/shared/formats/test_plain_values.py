@@ -19,6 +19,7 @@ from ckptd.agent.state.values import decode
 from ckptd.shared.errors import IntegrityError, NewerFormat
 from ckptd.shared.formats.plain_values import Undecoded, decode_plain, merged
 from tests.golden import make
+from tests.support.cases import each_case
 
 Ext = msgspec.msgpack.Ext
 
@@ -116,7 +117,7 @@ GROUPS = (
 )
 
 
-@pytest.mark.parametrize(
+@each_case(
     "trees",
     [
         [{"a": 1, "b": {"x": 1}}, {"b": {"y": 2}, "c": 3}],
@@ -145,7 +146,7 @@ OBJECT, OTHER = ext(20, ["module", {"x": 1}]), ext(22, ["stateful", {"y": 2}, "t
 RECORD = ext(24, ["dataclass", "train.B", {"z": 3}])
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("trees", "expected"),
     [
         ([OBJECT, {"y": 2}], {"x": 1}),

@@ -38,6 +38,7 @@ from ckptd.shared.formats.plan import (
     with_values,
 )
 from tests.shared.samples import WRITER, sample_plan, steady, values_after
+from tests.support.cases import each_case
 
 DTYPES = {
     width: [name for name, size in ITEM_SIZES.items() if size == width and name != BLOB]
@@ -115,7 +116,7 @@ SOUND = {
 }
 
 
-@pytest.mark.parametrize("plan", SOUND.values(), ids=SOUND.keys())
+@each_case("plan", SOUND.values(), ids=SOUND.keys())
 def test_a_sound_plan_round_trips(plan: Plan) -> None:
     document = plan.encode()
     assert Plan.decode(document) == plan
@@ -167,14 +168,14 @@ UNSOUND = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("plan", "reason"), UNSOUND.values(), ids=UNSOUND.keys())
+@each_case(("plan", "reason"), UNSOUND.values(), ids=UNSOUND.keys())
 def test_an_unsound_plan_is_refused(plan: Plan, reason: str) -> None:
     with pytest.raises(IntegrityError, match=reason) as caught:
         Plan.decode(plan.encode())
     assert not isinstance(caught.value, NewerFormat)
 
 
-@pytest.mark.parametrize(
+@each_case(
     "plan",
     [
         make([item(dtype="float5")]),
@@ -239,7 +240,7 @@ BROKEN: dict[str, bytes] = {
 }
 
 
-@pytest.mark.parametrize("document", BROKEN.values(), ids=BROKEN.keys())
+@each_case("document", BROKEN.values(), ids=BROKEN.keys())
 def test_anything_but_a_plan_is_refused(document: bytes) -> None:
     with pytest.raises(IntegrityError):
         Plan.decode(document)
@@ -400,7 +401,7 @@ def test_the_values_document_is_the_last_region() -> None:
 # -- strides
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("sizes", "stride", "dense"),
     [
         ((), (), True), ((5,), (1,), True), ((5,), (2,), False), ((1,), (9,), True), ((2, 3), (3,
@@ -434,7 +435,7 @@ def test_signature_is_the_sha256_of_the_document() -> None:
     assert signature(sample_plan().encode()) != signature(sample_plan(7).encode())
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("width", "dtypes"),
     [
         (
@@ -462,7 +463,7 @@ def test_element_sizes(width: int, dtypes: list[str]) -> None:
     assert all(item(dtype=name, sizes=(3, 5)).length == 15 * width for name in dtypes)
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("name", "size"),
     [
         ("float32", 4), ("float32/4", 4), ("bcomplex32/4", 4), ("novel/16", 16), ("novel/1", 1),
@@ -487,7 +488,7 @@ def test_the_origin_says_who_wrote_a_document_without_what_a_terminal_obeys() ->
     assert origin({**who, "user": "a\n\x1b[2J"}) == r"'train.py on node1 as a\n\x1b[2J'"
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("sizes", "strides"),
     [
         ((), ()),
@@ -527,7 +528,7 @@ def test_a_document_that_cannot_be_read_names_the_tensor(change: dict[str, Any])
         )
 
 
-@pytest.mark.parametrize(
+@each_case(
     "change",
     [
         {"items": 7},

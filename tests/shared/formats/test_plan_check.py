@@ -14,6 +14,7 @@ from ckptd.shared.formats.plan import Alias, Item, Plan, Region
 from ckptd.shared.formats.plan_check import check_plans
 from ckptd.shared.formats.sharding import Mesh, Rule
 from tests.shared.samples import WRITER
+from tests.support.cases import each_case
 
 
 def shard(name: str, start: int, length: int, *, total: int = 8, dtype: str = "float32") -> Item:
@@ -196,7 +197,7 @@ WRONG: list[tuple[dict[int, Plan], int, str]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("plans", "world_size", "words"), WRONG, ids=range(len(WRONG)))
+@each_case(("plans", "world_size", "words"), WRONG)
 def test_plans_that_do_not_fit_together_are_refused_by_the_name_of_the_tensor(
     plans: dict[int, Plan], world_size: int, words: str
 ) -> None:

@@ -14,6 +14,7 @@ from ckptd.shared.formats import sealed_json
 from ckptd.shared.formats.manifest import PartEntry
 from ckptd.shared.formats.membership import Membership
 from ckptd.shared.formats.replicas import OfNode, ReplicaDigests, encode_keys
+from tests.support.cases import each_case
 
 CLAIM = "0123456789abcdef" * 2
 TAG = "step-00000005.a0002"
@@ -57,7 +58,7 @@ def test_abandonments_come_back_and_are_known_by_their_first_line() -> None:
     assert rc.is_abandonment(rc.encode(made))
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("made", "reason"),
     [
         (

@@ -26,6 +26,7 @@ from ckptd.shared.formats.reuse import (
     may_have_delta,
     new_hasher,
 )
+from tests.support.cases import each_case
 
 NONCE = bytes(16)
 
@@ -220,8 +221,8 @@ def test_a_chain_that_is_long_or_large_gets_no_more_deltas() -> None:
     assert offered(chains(0, 1, 2, 5)) == [0, 1, 2]
 
 
-@pytest.mark.parametrize("deltas", [0, 1, 5])
-@pytest.mark.parametrize(("share", "may"), [(0.01, True), (0.5, True), (0.51, False)])
+@each_case("deltas", [0, 1, 5])
+@each_case(("share", "may"), [(0.01, True), (0.5, True), (0.51, False)])
 def test_a_delta_of_more_than_half_of_a_whole_chunk_fits_no_chain(
     share: float, may: bool, deltas: int
 ) -> None:
@@ -230,7 +231,7 @@ def test_a_delta_of_more_than_half_of_a_whole_chunk_fits_no_chain(
     assert may_have_delta(chunk, share) is may
 
 
-@pytest.mark.parametrize("most", [0, 1, 4, 9, 10])
+@each_case("most", [0, 1, 4, 9, 10])
 def test_a_part_has_at_most_so_many_bases_and_the_shortest_chains_go_on(
     most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -23,6 +23,7 @@ from tests.shared.samples import (
     steady,
     values_after,
 )
+from tests.support.cases import each_case
 from tests.support.storage import source
 
 REGIONS = [Region(0, 100, 4), Region(128, 90, 2), Region(256, 1, 1)]
@@ -108,7 +109,7 @@ def test_without_targets_no_chunk_is_read() -> None:
     assert source.reads == {}
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("offset", "length"),
     [
         (-1, 5),

@@ -35,6 +35,7 @@ from ckptd.shared.formats.segment import (
     write_root_mark,
 )
 from tests.shared.samples import flip, memory_file
+from tests.support.cases import each_case
 
 BOOT = bytes(range(16, 32))
 HEADER = SegmentHeader(
@@ -235,7 +236,7 @@ def test_a_damaged_version_is_damage(segment: int) -> None:
     assert type(caught.value) is IntegrityError
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("at", "value"),
     [
         (24, struct.pack("<I", 0)),

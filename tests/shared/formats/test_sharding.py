@@ -23,9 +23,10 @@ from ckptd.shared.formats.sharding import (
     stored_shards,
 )
 from tests.shared.samples import steady
+from tests.support.cases import each_case
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("ranks", "mesh"),
     [
         (range(6), Mesh((2, 3), 0, (3, 1))),
@@ -47,7 +48,7 @@ def test_a_regular_mesh_is_three_numbers_a_dimension_and_another_lists_its_ranks
     assert mesh.coordinate_of(9) is None
 
 
-@pytest.mark.parametrize(
+@each_case(
     "mesh",
     [
         Mesh((2, 3), 0, (3,)),
@@ -124,7 +125,7 @@ def test_the_stored_shards_are_the_whole_tensor(
         assert len({where for where, _ in shards}) == len(shards)
 
 
-@pytest.mark.parametrize(
+@each_case(
     "rule",
     [
         Rule(1, ()),

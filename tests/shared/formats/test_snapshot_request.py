@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from ckptd.shared.errors import IntegrityError
 from ckptd.shared.formats.snapshot_request import END_OF_TIME, MAX_REQUEST, SnapshotRequest
 from tests.shared.samples import steady
+from tests.support.cases import each_case
 
 MAPS = [bytes([first]) for first in (*range(0x80, 0x90), 0xDE, 0xDF)]
 """The first bytes of the maps of msgpack."""
@@ -55,7 +56,7 @@ def test_unknown_keys_are_ignored() -> None:
     ) == SnapshotRequest(tag="best")
 
 
-@pytest.mark.parametrize(
+@each_case(
     "document",
     [
         b"", b"\xc1", b"\x90", SnapshotRequest().encode()[:-1], SnapshotRequest().encode() + b"\0",
@@ -98,7 +99,7 @@ def test_a_flipped_bit_is_refused_or_gives_a_request() -> None:
     assert 0 < sound < 8 * len(whole)
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("document", "reason"),
     [
         (SnapshotRequest(user_content='"' + "x" * MAX_REQUEST + '"').encode(), "at most 1,048,576"),
@@ -117,7 +118,7 @@ def test_values_that_no_trainer_sends_are_refused(document: bytes, reason: str) 
         SnapshotRequest.decode(document)
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("most", "beyond"),
     [
         ({"tag": "ü" * 128}, {"tag": "ü" * 129}),

@@ -19,6 +19,7 @@ from ckptd.agent.state.packer import Packer
 from ckptd.agent.state.values import decode
 from ckptd.shared.errors import IntegrityError, NewerFormat, UnsavableValue
 from ckptd.shared.formats.standard import make, parts_of
+from tests.support.cases import each_case
 
 ZURICH, EAST = (
     zoneinfo.ZoneInfo("Europe/Zurich"),
@@ -44,7 +45,7 @@ VALUES = [
 ]
 
 
-@pytest.mark.parametrize("value", VALUES, ids=repr)
+@each_case("value", VALUES, ids=repr)
 def test_every_value_comes_back(value: Any) -> None:
     found = decode(Packer().encode({"value": value}))["value"]
     assert (type(found), repr(found)) == (type(value), repr(value))
@@ -69,7 +70,7 @@ def test_a_time_in_a_zone_of_another_class_is_refused() -> None:
     assert parts_of("text") is None
 
 
-@pytest.mark.parametrize(
+@each_case(
     "parts", [[5, "1"], [], ["date", 1], ["range", "a", "1", "1"], ["ZoneInfo", "../../etc/passwd"]]
 )
 def test_parts_that_make_no_value_are_damage(parts: list[Any]) -> None:
@@ -117,7 +118,7 @@ def stream(content: str | bytes, position: int, newline: str | None = "\n") -> A
     return made
 
 
-@pytest.mark.parametrize(
+@each_case(
     "value",
     [
         stream(b"", 0),
@@ -162,7 +163,7 @@ def fraction(text: str) -> bytes:
     return msgspec.msgpack.encode({"x": msgspec.msgpack.Ext(23, payload)})
 
 
-@pytest.mark.parametrize("text", ["1e999999999", "1/0", "0.5", "nan", "1/-2", "", " 1"])
+@each_case("text", ["1e999999999", "1/0", "0.5", "nan", "1/-2", "", " 1"])
 def test_a_fraction_is_two_integers(text: str) -> None:
     """`Fraction` itself accepts an exponent, and would compute its power of ten."""
     with pytest.raises(IntegrityError):

@@ -27,6 +27,7 @@ from ckptd.shared.formats.bounds import MAX_DEPTH, MAX_DEPTH_READ, MAX_OBJECTS
 from ckptd.shared.formats.plain_values import decode_plain
 from ckptd.shared.formats.values_check import Checked, check_values
 from tests.golden import make
+from tests.support.cases import each_case
 
 Ext = msgspec.msgpack.Ext
 pack = msgspec.msgpack.encode
@@ -156,7 +157,7 @@ WRONG: list[tuple[bytes, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("data", "words"), WRONG, ids=range(len(WRONG)))
+@each_case(("data", "words"), WRONG)
 def test_what_no_reader_could_make_is_refused_by_its_key(data: bytes, words: str) -> None:
     with pytest.raises(IntegrityError, match="^values document") as refusal:
         check_values(data)
@@ -181,7 +182,7 @@ def nested(levels: int, how: str) -> bytes:
     return b"\x81\xa5state" + inner
 
 
-@pytest.mark.parametrize("how", ["list", "map", "tuple", "own", "dict"])
+@each_case("how", ["list", "map", "tuple", "own", "dict"])
 def test_a_reader_and_the_check_accept_the_same_depth(how: str) -> None:
     # Python 3.11 decodes hardly more levels of the others
     most = MAX_DEPTH_READ if how in ("list", "map") else 2 * MAX_DEPTH + 2

@@ -17,6 +17,7 @@ from ckptd.shared.errors import InvalidConfig, RemoteError, RemoteRefusal, Stora
 from ckptd.shared.location import Url
 from ckptd.shared.storage import bucket as buckets
 from ckptd.shared.storage.bucket import Bucket, NoRanges, NoSuchRange, open_bucket, translated
+from tests.support.cases import each_case
 
 NAME, WHERE = "s3://data/ckpts/x", "s3://data/ckpts"
 KEYS = "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
@@ -32,7 +33,7 @@ def made(kind: str, text: str) -> Exception:
     return found(text)
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("error", "cls", "number", "words"),
     [
         (made("AlreadyExistsError", "x"), FileExistsError, errno.EEXIST, "File exists"),

@@ -14,6 +14,7 @@ from ckptd.shared.storage.choice import Chosen, Named, choose, offered
 from ckptd.shared.storage.locate import find_job_or_checkpoint
 from ckptd.shared.storage.posix import PosixStorage
 from ckptd.shared.system.storage_seam import Entry
+from tests.support.cases import each_case
 from tests.support.forged import forge
 
 LOSSES = {(1, 100): 0.5, (1, 200): 0.25, (2, 150): 0.125, (2, 200): 0.75}
@@ -34,7 +35,7 @@ def tag(step: int, attempt: int) -> str:
     return f"step-{step:08d}.a{attempt:04d}"
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("typed", "step", "attempt"),
     [
         ("100", 100, 1),
@@ -63,7 +64,7 @@ def test_the_option_chooses_as_the_last_component_does(job: Path) -> None:
             choose(Named.parse(typed), 100)
 
 
-@pytest.mark.parametrize(
+@each_case(
     "typed",
     [
         "",
@@ -132,7 +133,7 @@ def test_damaged_checkpoints_are_skipped_and_named(job: Path) -> None:
             choose(Named.parse(f"{job}/{typed}"))
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("typed", "words"),
     [
         ("120", "job 'gpt' in .*root has no checkpoint of step 120: did you mean 100 or 150?"),

@@ -24,6 +24,7 @@ from ckptd.shared.storage.marker import MARKER
 from ckptd.shared.storage.posix import PosixStorage
 from ckptd.shared.storage.standalone import StandaloneDirectory
 from tests.shared.samples import TAG, write_checkpoint
+from tests.support.cases import each_case
 from tests.support.forged import forge
 
 
@@ -46,7 +47,7 @@ def test_a_directory_that_is_one_checkpoint_is_found(tmp_path: Path) -> None:
     assert isinstance(found, StandaloneDirectory)
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("make", "words"),
     [
         (lambda path: None, "^no checkpoint at .*, which is not a directory$"),
@@ -94,7 +95,7 @@ def test_a_path_that_names_two_checkpoints_is_refused(tmp_path: Path) -> None:
         find_checkpoint(tmp_path / "gpt" / "step-7")
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("path", "named"),
     [
         ("root/gpt/best", ("gpt", "best")),

@@ -12,6 +12,7 @@ import pytest
 from ckptd.shared.storage.marker import MAGIC, MARKER, other_tool
 from ckptd.shared.storage.marker import is_marked as has_marker
 from ckptd.shared.storage.posix import PosixStorage
+from tests.support.cases import each_case
 
 
 def is_marked(path: Path) -> bool:
@@ -52,7 +53,7 @@ def test_no_pickle_can_be_read_from_a_marker() -> None:
         pickle.loads(MARKER)  # it is no pickle: that is what this shows
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("file", "tool", "importable"),
     [
         (".metadata", "torch.distributed.checkpoint itself", ""),

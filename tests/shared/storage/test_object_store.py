@@ -19,6 +19,7 @@ from ckptd.shared.storage.bucket import Bucket
 from ckptd.shared.storage.object_store import ObjectStorage
 from ckptd.shared.storage.repository import Repository
 from tests.shared.storage.test_object_probe import Ignoring, Stale
+from tests.support.cases import each_case
 from tests.support.in_turn import InTurn, interleavings
 
 DIGEST = "0123456789abcdef"
@@ -227,7 +228,7 @@ def test_only_a_copy_that_will_never_come_is_written_instead(
         assert not storage.link("old", "new", 5)
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("sizes", "expected"),
     [
         ([1 << 20], [(8 << 20, 16)]),

@@ -22,6 +22,7 @@ from ckptd.shared.storage.posix import PosixStorage
 from ckptd.shared.storage.repository import Repository, check_manifest_place
 from ckptd.shared.system.fs import PosixFileSystem
 from tests.shared.samples import NONCE, write_checkpoint
+from tests.support.cases import each_case
 
 TAG = "step-00001000.a0002"
 PART = part_file(0, NONCE)
@@ -362,7 +363,7 @@ USES: list[Callable[[Repository], object]] = [
 ]
 
 
-@pytest.mark.parametrize(
+@each_case(
     "use",
     USES,
     ids=["read_manifest", "open_part", "publish_manifest", "publish_newest", "part_files"],

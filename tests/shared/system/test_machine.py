@@ -14,9 +14,10 @@ from pathlib import Path
 import pytest
 
 from ckptd.shared.system import machine
+from tests.support.cases import each_case
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("told", "name"),
     [
         ("node-7.cluster", "node-7.cluster"),

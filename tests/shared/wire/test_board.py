@@ -18,6 +18,7 @@ from ckptd.shared.wire.board import (
     is_quiet,
     waits_for_copies,
 )
+from tests.support.cases import each_case
 
 NOTHING = Answer()
 
@@ -117,7 +118,7 @@ CAME = Holding(held=[1, 2], done=2, ranks=[0, 1], overdue=[2])
 """A node that has sealed steps 1 and 2, and waits for step 2."""
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("other", "missing"),
     [
         (Holding(held=[1], done=1, ranks=[2, 3]), {2: [2, 3]}),
@@ -156,7 +157,7 @@ def test_old_nodes_get_the_answer_that_they_know() -> None:
 # -- news
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("before", "after", "news"),
     [
         (None, Holding(), True),
@@ -188,7 +189,7 @@ def test_only_what_another_node_may_wait_for_is_news(
 # -- quiet
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("one", "other", "quiet"),
     [
         (Holding(), Holding(), True),
@@ -248,7 +249,7 @@ def peer(rank: int, **fields: Any) -> Holding:
     return Holding(**given | fields)
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("wanted", "before", "expected"),
     [
         (([4, 5], [4, 5]), Answer(), 5),  # the newest that all are to copy
@@ -273,7 +274,7 @@ def test_a_step_that_not_all_nodes_hold_is_not_copied() -> None:
     assert answer(nodes, Answer()).replicating == -1
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("hosted", "replicated"),
     [
         (({}, {5: [0]}), []),
@@ -312,7 +313,7 @@ def test_changes_of_copies_are_news(changes: dict[str, Any], news: bool) -> None
     assert is_news(peer(1, **changes), peer(1), known) is news
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("known", "copied"),
     [
         (Answer(common=[5]), False),

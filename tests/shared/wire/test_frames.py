@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from ckptd.shared.errors import ProtocolError
 from ckptd.shared.wire.frames import MAX_FRAME, Decoder, encode
 from tests.shared.samples import steady
+from tests.support.cases import each_case
 
 
 def test_a_frame_is_its_length_and_its_payload() -> None:
@@ -56,7 +57,7 @@ def test_an_empty_or_too_large_payload_cannot_be_sent(payload: bytes) -> None:
         encode(payload)
 
 
-@pytest.mark.parametrize(
+@each_case(
     "length", [0, MAX_FRAME + 1, 1 << 24, 0x7FFFFFFF, 0xFFFFFFFF, int.from_bytes(b"GET ", "little")]
 )
 def test_an_impossible_length_is_refused_at_once(length: int) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import pytest
 
 from ckptd.shared.wire.lifecycle import TRANSITIONS, Event, IllegalStep, SnapshotState, step
+from tests.support.cases import each_case
 
 LEGAL = {
     "new": {"GRANT": "filling", "REFUSE": "skipped", "FAIL": "failed"},
@@ -20,8 +21,8 @@ LEGAL = {
 }
 
 
-@pytest.mark.parametrize("state", SnapshotState)
-@pytest.mark.parametrize("event", Event)
+@each_case("state", SnapshotState)
+@each_case("event", Event)
 def test_every_event_in_every_state_is_legal_or_refused(state: SnapshotState, event: Event) -> None:
     after = LEGAL.get(state.value, {}).get(event.name)
     if after is None:

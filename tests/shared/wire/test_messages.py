@@ -15,6 +15,7 @@ from ckptd.shared.errors import ProtocolError
 from ckptd.shared.wire import messages as m
 from tests.shared.samples import steady
 from tests.shared.wire.samples import MESSAGES
+from tests.support.cases import each_case
 
 RECOVERED = {
     "type": "recovered", "id": 1, "step": None, "attempt": 1, "tag": "best.a0001",
@@ -29,7 +30,7 @@ def test_there_is_one_of_every_type() -> None:
     )
 
 
-@pytest.mark.parametrize("message", MESSAGES, ids=lambda m: type(m).__name__)
+@each_case("message", MESSAGES, ids=lambda m: type(m).__name__)
 def test_round_trip(message: m.Message) -> None:
     assert m.decode(m.encode(message)) == message
     plain = msgspec.msgpack.decode(m.encode(message))
@@ -37,7 +38,7 @@ def test_round_trip(message: m.Message) -> None:
     assert set(plain) <= {"type", *message.__struct_fields__}
 
 
-@pytest.mark.parametrize("message", MESSAGES, ids=lambda m: type(m).__name__)
+@each_case("message", MESSAGES, ids=lambda m: type(m).__name__)
 def test_unknown_keys_are_ignored(message: m.Message) -> None:
     plain = {**msgspec.msgpack.decode(m.encode(message)), "novelty": [1, {"x": None}]}
     assert m.decode(msgspec.msgpack.encode(plain)) == message
@@ -61,7 +62,7 @@ def test_defaults_are_left_out() -> None:
     ) == m.Begin(id=1, job="gpt", rank=0, world_size=1, attempt=0)
 
 
-@pytest.mark.parametrize(
+@each_case(
     "plain",
     [
         {"type": "hello", "id": -1, "min_version": 1, "max_version": 1},
@@ -116,7 +117,7 @@ def test_values_out_of_bounds_are_refused(plain: Any) -> None:
         m.decode(msgspec.msgpack.encode(plain))
 
 
-@pytest.mark.parametrize(
+@each_case(
     "payload",
     [
         b"",

@@ -25,6 +25,7 @@ from ckptd.shared.wire.session import (
 )
 from tests.shared.samples import steady
 from tests.shared.wire import samples as wire
+from tests.support.cases import each_case
 
 HELLO = m.Hello(id=1, min_version=1, max_version=1)
 WELCOME = m.Welcome(re=1, version=1)
@@ -115,8 +116,8 @@ def test_the_table_is_the_one_of_the_document() -> None:
     }
 
 
-@pytest.mark.parametrize("state", SessionState)
-@pytest.mark.parametrize("kind", REQUEST_TYPES)
+@each_case("state", SessionState)
+@each_case("kind", REQUEST_TYPES)
 def test_every_request_in_every_state(state: SessionState, kind: type[m.Request]) -> None:
     request = msgspec.structs.replace(REQUEST_TYPES[kind], id=50)
     agent, daemon = pair(state)
@@ -136,7 +137,7 @@ def test_every_request_in_every_state(state: SessionState, kind: type[m.Request]
             )
 
 
-@pytest.mark.parametrize("state", SessionState)
+@each_case("state", SessionState)
 def test_neither_side_may_send_the_messages_of_the_other(state: SessionState) -> None:
     agent, daemon = pair(state)
     for request in wire.REQUESTS:
@@ -186,8 +187,8 @@ def test_requests_under_way_are_limited() -> None:
 # -- replies
 
 
-@pytest.mark.parametrize("asked", REQUEST_TYPES)
-@pytest.mark.parametrize("answer", REPLY_TYPES)
+@each_case("asked", REQUEST_TYPES)
+@each_case("answer", REPLY_TYPES)
 def test_every_reply_to_every_request(asked: type[m.Request], answer: type[m.Reply]) -> None:
     state = next(state for state, kind in REQUESTS if kind is asked)
     agent, daemon = pair(state)
@@ -227,8 +228,8 @@ def test_replies_lead_to_the_states_of_the_document() -> None:
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("state", SessionState)
-@pytest.mark.parametrize(
+@each_case("state", SessionState)
+@each_case(
     "reply",
     [r for r in wire.REPLIES if not isinstance(r, m.Progress)],
     ids=lambda r: type(r).__name__,
@@ -285,7 +286,7 @@ def test_a_rank_that_goes_back_begins_again() -> None:
 # -- Progress, and the end
 
 
-@pytest.mark.parametrize("state", SessionState)
+@each_case("state", SessionState)
 def test_progress_comes_without_a_request_to_attached_agents(state: SessionState) -> None:
     agent, daemon = pair(state)
     news = m.Progress(re=0, attempt=1, step=5, state="durable")
@@ -305,7 +306,7 @@ def test_progress_does_not_answer_a_request() -> None:
     unchanged(agent, lambda: agent.receive(raw(news)))
 
 
-@pytest.mark.parametrize("state", SessionState)
+@each_case("state", SessionState)
 def test_an_error_without_a_request_ends_the_session(state: SessionState) -> None:
     agent, daemon = pair(state)
     deliver(agent, daemon, m.Error(re=0, code="protocol", message="that cannot be"))
@@ -331,8 +332,8 @@ def test_a_message_too_large_is_not_sent_and_changes_nothing() -> None:
 # -- noise
 
 
-@pytest.mark.parametrize("role", Role)
-@pytest.mark.parametrize("length", [0, (1 << 20) + 1, 0xFFFFFFFF])
+@each_case("role", Role)
+@each_case("length", [0, (1 << 20) + 1, 0xFFFFFFFF])
 def test_a_huge_length_is_refused(role: Role, length: int) -> None:
     session = Session(role)
     unchanged(session, lambda: session.receive(length.to_bytes(4, "little")))
