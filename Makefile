@@ -17,7 +17,7 @@ COVERING := $(wildcard tests/daemon/journal/test_*.py) tests/daemon/test_recover
 # Without the files of compiled modules, each of four workers would compile all tests at each run.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-all crashes cost matrix lint kills rank-kills crash-matrix trust oracle frameworks coverage coverage-all bench man clean
+.PHONY: demo test test-all crashes cost matrix lint kills rank-kills crash-matrix trust oracle frameworks coverage coverage-all bench gpu man clean
 
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -118,6 +118,11 @@ bench: $(INSTALLED)
 	-$(RUN) -m benchmarks.peers
 	-$(RUN) -m benchmarks.object_store
 	$(RUN) -m benchmarks.table
+
+# Checks the accelerator path: a line for each check, beside torch's own pinned copy. Without a GPU it runs on simulated lanes. ONLY selects
+# checks, LONG=1 takes 16 GB and 30 kills. It needs no test tools: where torch is installed, `python -m tests.gpu` does the same.
+gpu: $(INSTALLED)
+	$(RUN) -m tests.gpu --json gpu.json $(if $(ONLY),--only $(ONLY)) $(if $(LONG),--long)
 
 # Writes the manual pages from the commands.
 man: $(INSTALLED)

@@ -118,6 +118,7 @@ def test_steps_of_a_grad_scaler_come_after_the_copy(agent: Agent, daemon: Daemon
     check(agent, daemon, training, step)
 
 
+@pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")
 def test_compiled_steps_come_after_the_copy(agent: Agent, daemon: Daemon) -> None:
     training = Training(lambda parameters: torch.optim.AdamW(parameters, lr=1e-3))
     compiled = torch.compile(lambda: training.optimizer.step())
@@ -186,7 +187,9 @@ def test_slots_are_page_locked(agent: Agent, daemon: Daemon) -> None:
 def test_snapshots_are_right_without_page_locking(
     agent: Agent, daemon: Daemon, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ckptd.agent.copy.mapped_slot.lock_pages", lambda address, length, device: False)
+    monkeypatch.setattr(
+        "ckptd.agent.copy.mapped_slot.lock_pages", lambda address, length, device: False
+    )
     training = Training(lambda parameters: torch.optim.AdamW(parameters, lr=1e-3))
     check(agent, daemon, training, training.step)
 

@@ -1,0 +1,290 @@
+"""Checks of what a snapshot costs the training, beside torch's own copies."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse, async_save
+
+from tests.gpu.rig import (
+    Rig,
+    Training,
+    contents,
+    differing,
+    known,
+    large,
+    median,
+    ms,
+    rate,
+    settled,
+    slots,
+)
+from tests.gpu.table import CHECKS, NO_DEVICE, Line, check, passes, skipped
+
+QUEUED = 300.0  # milliseconds of work that the device has to do at the call
+EACH = 260 << 10  # bytes of a tensor, at least
+COUNTS = {8: "2 ms", 320: "5 ms", 3000: "20 ms", 30000: "200 ms"}
+"""Numbers of tensors, with the time in which the call should return."""
+
+
+def holds(rig: Rig, count: int) -> Line:
+    """Compare the time of the call on an idle and on a busy device."""
+    nbytes = rig.nbytes if rig.simulated else max(rig.nbytes, count * EACH)
+    if rig.simulated and count > 3000:
+        return skipped(f"held, {count} tensors", NO_DEVICE)
+    state: Any = rig.tensors(count, nbytes)
+    optimizer, agent = torch.optim.SGD(state.values(), lr=0.0), rig.agent(f"held-{count}")
+    agent.prepare(state)
+    slots(agent)
+    known(agent, optimizer, state)
+    held: dict[bool, list[float]] = {False: [], True: []}
+    for step in range(1, 7):
+        queued = step % 2 == 0
+        rig.synchronize()
+        rig.busy(QUEUED if queued else 0)
+        pending = agent.snapshot(state, step=step, persist=False)
+        optimizer.step()
+        held[queued].append(pending.stall)
+        pending.wait("sealed", timeout=30)
+        settled(agent, step)
+    some = dict(list(state.items())[:: max(1, count // 100)])
+    right = not differing(some, contents(agent, step))
+    idle, busy = median(held[False]), median(held[True])
+    if rig.simulated:
+        return passes(f"bytes of {count} tensors", right, "", "equal")
+    return passes(
+        f"held, {count} tensors, {nbytes / 1e9:.1f} GB",
+        right and busy <= 2 * idle + 0.002,
+        f"busy {ms(busy)}, idle {ms(idle)}, {busy / idle:.1f} x",
+        "busy <= 2 x idle + 2 ms",
+        f"<= {COUNTS[count]}",
+    )
+
+
+def held(count: int, rig: Rig) -> Iterator[Line]:
+    """The call does not wait for the device, however many tensors there are."""
+    yield holds(rig, count)
+
+
+CHECKS.update({f"held{count}": partial(held, count) for count in COUNTS})
+
+
+@check
+def one_queue(rig: Rig) -> Iterator[Line]:
+    """The same with one queue to the device, as Megatron sets it."""
+    if rig.simulated:
+        yield skipped("held, MAX_CONNECTIONS=1", NO_DEVICE)
+        return
+    os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
+    yield holds(rig, 3000)
+
+
+@check
+def sealed(rig: Rig) -> Iterator[Line]:
+    """A slot is sealed after the time that the bus needs for its bytes."""
+    pinned, state = rig.bus(), rig.tensors(320, rig.nbytes)
+    optimizer, agent = torch.optim.SGD(state.values(), lr=0.0), rig.agent()
+    agent.prepare(state)
+    slots(agent)
+    nbytes, times = sum(t.nbytes for t in state.values()), []
+    for step in range(5):
+        rig.synchronize()
+        begun, cpu = time.perf_counter(), time.process_time()
+        pending = agent.snapshot(state, step=step, persist=False)
+        pending.wait("sealed", timeout=30)
+        times.append((time.perf_counter() - begun, time.process_time() - cpu))
+        settled(agent, step)
+        optimizer.step()
+    first, best = nbytes / times[0][0], nbytes / median(t for t, _ in times[1:])
+    for what, found, bar in (
+        ("first snapshot", first, 0.75),
+        ("rate until sealed", best, 0.85),
+    ):
+        yield rig.compared(
+            what,
+            found >= bar * pinned,
+            f"{rate(found)}, torch pinned {rate(pinned)}, {found / pinned:.2f} x",
+            f">= {bar} x torch's pinned copy",
+        )
+    yield passes("bytes of 320 tensors", not differing(state, contents(agent, 4)), "", "equal")
+    yield rig.compared("CPU time until sealed", True, ms(median(cpu for _, cpu in times[1:])))
+
+
+STEPS = 8  # between two snapshots
+
+
+@check
+def steps(rig: Rig) -> Iterator[Line]:
+    """Steps lose less time to a snapshot than to dcp.async_save's pinned stager."""
+    training = large(rig, 4096 if not rig.simulated else 8)
+    agent, nbytes = rig.agent(), training.nbytes
+    agent.prepare(training.state)
+    slots(agent)
+    known(agent, training.optimizer, training.state)
+
+    def run() -> None:
+        for _ in range(STEPS):
+            training.step()
+
+    run()
+    quiet = [rig.timed(run) for _ in range(3)]
+    with_snapshots = []
+    pending: list[Any] = []
+
+    def snapshot() -> None:
+        training.step()
+        pending.append(agent.snapshot(training.state, step=len(pending) + 1, persist=False))
+        run()
+
+    for _ in range(3):
+        with_snapshots.append(rig.timed(snapshot))
+        pending[-1].wait("sealed", timeout=30)
+        settled(agent, len(pending))
+    step = median(quiet) / STEPS
+    lost = median(with_snapshots) - (STEPS + 1) * step
+    spread = max(quiet) - min(quiet)
+    copy = nbytes / rig.bus()
+    figure = f"{ms(lost)} of steps of {ms(step)}, {100 * lost / step:.1f} %, spread {ms(spread)}"
+    yield rig.compared(
+        f"lost to a snapshot of {nbytes / 1e9:.1f} GB",
+        lost <= max(0.5 * copy, spread),
+        figure,
+        f"<= half of the copy ({ms(copy)})",
+        "<= 1 % of a step",
+    )
+    if rig.simulated:
+        yield skipped("lost to dcp.async_save", NO_DEVICE)
+        return
+    other = median(async_saves(rig, training)) - (STEPS + 1) * step
+    yield passes(
+        "lost to dcp.async_save, pinned",
+        lost <= max(other, spread),
+        f"{ms(other)}, {other / max(lost, spread):.1f} x a snapshot's",
+        "a snapshot's is less",
+    )
+
+
+def async_saves(rig: Rig, training: Training) -> list[float]:
+    """Return the seconds of steps around each save of dcp.async_save."""
+    place, found = tempfile.mkdtemp(dir="/dev/shm"), []
+    dist.init_process_group("gloo", init_method=f"file://{place}/s", rank=0, world_size=1)
+    options = StagingOptions(
+        use_pinned_memory=True,
+        use_shared_memory=False,
+        use_async_staging=True,
+        use_non_blocking_copy=True,
+    )
+    saving: list[Future[Any]] = []
+
+    def save() -> None:
+        training.step()
+        stager = DefaultStager(options)  # of torch 2.11, one serves one save
+        flat = {**training.model.state_dict()}
+        flat |= {
+            f"{n}.{key}": value
+            for n, state in enumerate(training.optimizer.state.values())
+            for key, value in state.items()
+        }
+        answer = async_save(
+            flat, storage_writer=FileSystemWriter(f"{place}/d"), async_stager=stager
+        )
+        assert isinstance(answer, AsyncSaveResponse)
+        saving.extend([answer.staging_completion, answer.upload_completion])
+        training.loss().backward()
+        answer.staging_completion.result()  # before the optimizer writes to what is copied
+        training.optimizer.step()
+        training.optimizer.zero_grad()
+        for _ in range(STEPS - 1):
+            training.step()
+
+    try:
+        for number in range(3):
+            taken = rig.timed(save)
+            saving[-1].result()
+            shutil.rmtree(f"{place}/d")
+            if number:  # the first one allocates the buffers
+                found.append(taken)
+    finally:
+        shutil.rmtree(place, ignore_errors=True)
+        dist.destroy_process_group()
+    return found
+
+
+@check
+def item(rig: Rig) -> Iterator[Line]:
+    """Small copies of the training wait little for the copy of a snapshot."""
+    if rig.simulated:
+        yield skipped("`.item()` beside a copy", NO_DEVICE)
+        return
+    state = rig.tensors(8, rig.nbytes)
+    optimizer, agent = torch.optim.SGD(state.values(), lr=0.0), rig.agent()
+    known(agent, optimizer, state)
+    slots(agent)
+    small = torch.ones((), device=rig.device)
+
+    def waits(until: Any) -> list[float]:
+        times = []
+        while not until():
+            begun = time.perf_counter()
+            (small + 1).item()
+            times.append(time.perf_counter() - begun)
+        return times
+
+    calls = iter(range(500))
+    quiet = waits(lambda: next(calls, None) is None)
+    beside: list[float] = []
+    for step in range(1, 4):
+        pending = agent.snapshot(state, step=step, persist=False)
+        beside += waits(lambda: pending.state != "staged")  # noqa: B023
+        pending.wait("sealed", timeout=30)
+        settled(agent, step)
+        optimizer.step()
+    worst, usual = max(beside), sorted(quiet)[int(0.99 * len(quiet))]
+    yield passes(
+        "`.item()` beside a copy",
+        worst - usual <= 0.010,
+        f"at most {ms(worst)}, median {ms(median(beside))}; else {ms(usual)} (p99)",
+        "<= 10 ms more",
+    )
+
+
+@check
+def full(rig: Rig) -> Iterator[Line]:
+    """A snapshot succeeds on a device that has 64 MB left."""
+    if rig.simulated:
+        yield skipped("64 MB left", NO_DEVICE)
+        return
+    torch.cuda.memory._set_allocator_settings("expandable_segments:True")
+    state = rig.tensors(3000, 512 << 20)
+    optimizer, agent = torch.optim.SGD(state.values(), lr=0.0), rig.agent()
+    known(agent, optimizer, state)
+    slots(agent)
+    free, _ = torch.cuda.mem_get_info()
+    filled = torch.empty(free - (64 << 20), dtype=torch.uint8, device=rig.device)
+    before, held = torch.cuda.memory_stats()["num_alloc_retries"], []
+    for step in range(1, 4):
+        rig.synchronize()
+        pending = agent.snapshot(state, step=step, persist=False)
+        held.append(pending.stall)
+        pending.wait("sealed", timeout=30)
+        settled(agent, step)
+        optimizer.step()
+    retries = torch.cuda.memory_stats()["num_alloc_retries"] - before
+    right = not differing(state, contents(agent, 3))
+    yield passes(
+        "64 MB left, expandable segments",
+        right and retries == 0,
+        f"held {ms(median(held))}, {retries} allocator retries beside {filled.nbytes / 1e9:.0f} GB",
+        "right, no retry",
+    )
