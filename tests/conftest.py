@@ -9,8 +9,12 @@ import os
 import signal
 from collections.abc import Generator, Iterator
 from contextlib import nullcontext
+from typing import TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:
+    from tests.support.ranks import Lend
 
 # The tests start a thousand processes. Without these two lines each of them might
 # compile all of ckptd, and let OpenMP's threads spin.
@@ -95,3 +99,13 @@ def daemon(place: Home, processes: None) -> Iterator[Daemon]:
     """
     with running(place, forked=True) as started:
         yield started
+
+
+@pytest.fixture(scope="session")
+def pool(processes: None) -> Iterator[Lend]:
+    """Lends ranks that other tests have used before, as in `with pool(2) as ranks`."""
+    from tests.support.rank_pool import Pool  # tests without ranks need no torch
+
+    made = Pool()
+    yield made.ranks
+    made.close()

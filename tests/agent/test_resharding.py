@@ -23,7 +23,7 @@ import torch.distributed as dist
 from ckptd.agent import CkptdError, per_rank
 from ckptd.shared.errors import StructureMismatch
 from tests.support.daemons import Daemon
-from tests.support.ranks import HERE, Ranks
+from tests.support.ranks import HERE, Lend
 from tests.support.sharded import Plain, agent, build, parts, plain, saved
 
 
@@ -207,17 +207,19 @@ def blank(rank: int) -> tuple[Plain, int, object, int]:
     )
 
 
-def test_per_rank_values_come_back_to_their_ranks_or_are_reshaped(daemon: Daemon) -> None:
-    with Ranks(4) as ranks:
+def test_per_rank_values_come_back_to_their_ranks_or_are_reshaped(
+    daemon: Daemon, pool: Lend
+) -> None:
+    with pool(4) as ranks:
         ranks.call(save_own, daemon.home.socket)
-    with Ranks(4) as ranks:
+    with pool(4) as ranks:
         for rank, (refusal, calls, state) in enumerate(
             ranks.call(recover_own, daemon.home.socket, True)
         ):
             assert (refusal, calls) == ("", [])
             assert state == (own(rank), loader(rank)["position"], loader(rank)["left"], 10)
     for world_size in (2, 5):
-        with Ranks(world_size) as ranks:
+        with pool(world_size) as ranks:
             for rank, (refusal, calls, state) in enumerate(
                 ranks.call(recover_own, daemon.home.socket, False)
             ):
@@ -236,32 +238,32 @@ def test_per_rank_values_come_back_to_their_ranks_or_are_reshaped(daemon: Daemon
                 assert state == (own(taken), loader(taken)["position"], loader(taken)["left"], 10)
 
 
-def test_on_reshape_gets_objects_as_their_state_dicts(daemon: Daemon) -> None:
-    with Ranks(2) as ranks:
+def test_on_reshape_gets_objects_as_their_state_dicts(daemon: Daemon, pool: Lend) -> None:
+    with pool(2) as ranks:
         ranks.call(save_nested, daemon.home.socket)
-    with Ranks(1) as ranks:
+    with pool(1) as ranks:
         assert ranks.call(recover_nested, daemon.home.socket) == [
             ["{'train': {'position': 10}}", "{'train': {'position': 11}}"]
         ]
 
 
 def test_random_generators_come_back_on_as_many_ranks_and_are_left_alone_otherwise(
-    daemon: Daemon,
+    daemon: Daemon, pool: Lend
 ) -> None:
-    with Ranks(4) as ranks:
+    with pool(4) as ranks:
         ranks.call(seed, 100)
         ranks.call(draw)
         ranks.call(save_random, daemon.home.socket)
         wanted = ranks.call(draw)
         assert len(set(wanted)) == 4
-    with Ranks(4) as ranks:
+    with pool(4) as ranks:
         ranks.call(seed, 200)
         assert ranks.call(recover_random, daemon.home.socket) == [[]] * 4
         assert ranks.call(draw) == wanted
     # The third run that begins at this step says so on rank 0.
     again = "step 1 of attempt 1 is recovered again: attempts 2 and 3 have left no newer snapshot. "
     for world_size, more in ((2, []), (5, [again])):
-        with Ranks(world_size) as ranks:
+        with pool(world_size) as ranks:
             ranks.call(seed, 300)
             untouched = ranks.call(draw)
             ranks.call(seed, 300)
@@ -297,9 +299,9 @@ def test_replicated_tensors_are_written_once_in_equal_shares(kind: str) -> None:
         assert max(map(sum, lengths)) <= whole / 4 + max(map(max, lengths))
 
 
-def test_where_ranks_differ_the_snapshot_fails_on_all_of_them(daemon: Daemon) -> None:
+def test_where_ranks_differ_the_snapshot_fails_on_all_of_them(daemon: Daemon, pool: Lend) -> None:
     socket = daemon.home.socket
-    with Ranks(3) as ranks:
+    with pool(3) as ranks:
         ranks.call(build, "ddp", 1)
         for step, (case, message) in enumerate([
             ("value", "rate differs between ranks 0 and 2"),

@@ -16,7 +16,7 @@ from torch import nn
 
 from ckptd.shared.system import failpoints
 from tests.support.daemons import Daemon
-from tests.support.ranks import Ranks
+from tests.support.ranks import Lend, Ranks
 from tests.support.sharded import (
     KINDS,
     Net,
@@ -46,14 +46,15 @@ pytestmark = pytest.mark.usefixtures("processes")
     params=[(kind, source) for kind in KINDS for source in ("memory", "storage")],
     ids="-".join,
 )
-def kept(request: pytest.FixtureRequest) -> Iterator[Saved]:
+def kept(request: pytest.FixtureRequest, pool: Lend) -> Iterator[Saved]:
     kind, source = request.param
-    with saved(kind, 4 if source == "memory" or kind in ("hsdp", "2d") else 2, source) as made:
+    world_size = 4 if source == "memory" or kind in ("hsdp", "2d") else 2
+    with saved(kind, world_size, source, pool=pool) as made:
         yield made
 
 
-def test_on_as_many_ranks_training_continues_bit_for_bit(kept: Saved) -> None:
-    with Ranks(kept.world_size) as ranks:
+def test_on_as_many_ranks_training_continues_bit_for_bit(kept: Saved, pool: Lend) -> None:
+    with pool(kept.world_size) as ranks:
         assert_recovered(ranks, kept, kept.kind)
         # The optimizer then has a state to be overwritten, and DDP has its final
         # buckets, hence the same rounding.
@@ -66,8 +67,10 @@ def test_on_as_many_ranks_training_continues_bit_for_bit(kept: Saved) -> None:
 
 
 @pytest.mark.parametrize("part", [1 / 2, 3 / 2], ids=["fewer", "more"])
-def test_a_state_is_recovered_on_fewer_and_on_more_ranks(kept: Saved, part: float) -> None:
-    with Ranks(int(kept.world_size * part)) as ranks:
+def test_a_state_is_recovered_on_fewer_and_on_more_ranks(
+    kept: Saved, part: float, pool: Lend
+) -> None:
+    with pool(int(kept.world_size * part)) as ranks:
         assert_recovered(ranks, kept, kept.kind)
 
 
@@ -77,15 +80,17 @@ OTHERS = {
 }  # fmt: skip
 
 
-def test_a_state_is_recovered_on_another_mesh(kept: Saved) -> None:
+def test_a_state_is_recovered_on_another_mesh(kept: Saved, pool: Lend) -> None:
     kind, world_size = OTHERS[kept.kind]
-    with Ranks(world_size) as ranks:
+    with pool(world_size) as ranks:
         assert_recovered(ranks, kept, kind)
 
 
 @pytest.mark.parametrize(("kind", "world_size"), [("2d", 4), ("fsdp1", 2)])
-def test_fsdp2_is_recovered_from_memory_on_another_mesh(kind: str, world_size: int) -> None:
-    with saved("fsdp2", 4, "memory") as kept, Ranks(world_size) as ranks:
+def test_fsdp2_is_recovered_from_memory_on_another_mesh(
+    kind: str, world_size: int, pool: Lend
+) -> None:
+    with saved("fsdp2", 4, "memory") as kept, pool(world_size) as ranks:
         assert_recovered(ranks, kept, kind)
 
 
@@ -102,9 +107,9 @@ def assert_recovered(
         assert differing(one, kept.wanted) == []
 
 
-def test_buffers_of_batchnorm_are_those_of_rank_0() -> None:
+def test_buffers_of_batchnorm_are_those_of_rank_0(pool: Lend) -> None:
     buffers = ["model.norm.running_mean", "model.norm.running_var"]
-    with saved("ddp", 4, "memory") as kept, Ranks(4) as ranks:
+    with saved("ddp", 4, "memory") as kept, pool(4) as ranks:
         for name in buffers:
             assert len({one[name] for one in kept.ranks}) == 4
         assert_recovered(ranks, kept, "ddp")
@@ -113,11 +118,11 @@ def test_buffers_of_batchnorm_are_those_of_rank_0() -> None:
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
-def test_tied_weights_are_recovered_tied(kind: str) -> None:
+def test_tied_weights_are_recovered_tied(kind: str, pool: Lend) -> None:
     with saved(kind, 4, "memory", model=Tied) as kept:
         assert kept.wanted["model.head.weight"] == kept.wanted["model.embedding.weight"]
         for world_size in (4, 2):
-            with Ranks(world_size) as ranks:
+            with pool(world_size) as ranks:
                 assert_recovered(ranks, kept, kind, "adamw", Tied)
                 assert ranks.call(is_tied) == [True] * world_size
 
@@ -135,8 +140,10 @@ def test_tied_weights_are_written_once() -> None:
 
 @pytest.mark.parametrize("optimizer", ["sgd", "groups"])
 @pytest.mark.parametrize("kind", ["ddp", "fsdp2", "fsdp1"])
-def test_optimizers_with_momentum_and_with_groups_are_recovered(kind: str, optimizer: str) -> None:
-    with saved(kind, 3, "memory", optimizer=optimizer) as kept, Ranks(2) as ranks:
+def test_optimizers_with_momentum_and_with_groups_are_recovered(
+    kind: str, optimizer: str, pool: Lend
+) -> None:
+    with saved(kind, 3, "memory", optimizer=optimizer) as kept, pool(2) as ranks:
         if optimizer == "sgd":
             assert any(name.endswith(".momentum_buffer") for name in kept.wanted)
         else:
@@ -151,15 +158,15 @@ def test_optimizers_with_momentum_and_with_groups_are_recovered(kind: str, optim
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("kind", ["ddp", "fsdp2", "fsdp1", "fsdp1-flat"])
 def test_an_optimizer_without_state_is_captured_and_recovered_as_empty(
-    daemon: Daemon, kind: str, world_size: int
+    daemon: Daemon, kind: str, world_size: int, pool: Lend
 ) -> None:
-    with Ranks(2) as ranks:
+    with pool(2) as ranks:
         ranks.call(build, kind, 1)
         ranks.call(set_rate, 0.02)
         ranks.call(save, daemon.home.socket, 1)
         assert ranks.call(optimizer_entries) == [0] * 2
         wanted = ranks.call(whole)[0]
-    with Ranks(world_size) as ranks:
+    with pool(world_size) as ranks:
         ranks.call(build, kind, 2)
         ranks.call(recover, daemon.home.socket)
         assert ranks.call(optimizer_entries) == [0] * world_size
@@ -168,14 +175,14 @@ def test_an_optimizer_without_state_is_captured_and_recovered_as_empty(
 
 @pytest.mark.parametrize("kind", ["fsdp1", "fsdp1-flat"])
 def test_an_optimizer_without_state_is_recovered_by_a_model_that_is_not_flat(
-    daemon: Daemon, kind: str
+    daemon: Daemon, kind: str, pool: Lend
 ) -> None:
     """FSDP1 then names no parameter of the optimizer, on one rank either."""
-    with Ranks(1) as ranks:
+    with pool(1) as ranks:
         ranks.call(build, kind, 1)
         ranks.call(set_rate, 0.02)
         ranks.call(save, daemon.home.socket, 1)
-    with Ranks(1) as ranks:
+    with pool(1) as ranks:
         ranks.call(build, "fsdp2", 2)
         ranks.call(recover, daemon.home.socket)
         assert ranks.call(optimizer_entries) == [0]
@@ -187,12 +194,12 @@ def test_an_optimizer_without_state_is_recovered_by_a_model_that_is_not_flat(
         assert rates == {0.02}
 
 
-def test_the_steps_of_parameters_that_were_flat_are_counted_apart() -> None:
+def test_the_steps_of_parameters_that_were_flat_are_counted_apart(pool: Lend) -> None:
     """DCP gives all parameters of a flat one the same tensor `step`.
 
     In a model that is not flat, each parameter would raise it.
     """
-    with saved("fsdp1-flat", 2, "memory") as kept, Ranks(2) as ranks:
+    with saved("fsdp1-flat", 2, "memory") as kept, pool(2) as ranks:
         assert_recovered(ranks, kept, "ddp")
         ranks.call(train, 2)
         steps = {value for name, value in ranks.call(whole)[0].items() if name.endswith(".step")}
@@ -200,8 +207,10 @@ def test_the_steps_of_parameters_that_were_flat_are_counted_apart() -> None:
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp2", "fsdp1", "fsdp1-flat"])
-def test_recovering_an_optimizer_without_state_removes_its_state(daemon: Daemon, kind: str) -> None:
-    with Ranks(2) as ranks:
+def test_recovering_an_optimizer_without_state_removes_its_state(
+    daemon: Daemon, kind: str, pool: Lend
+) -> None:
+    with pool(2) as ranks:
         ranks.call(build, kind, 1)
         ranks.call(save, daemon.home.socket, 1)
         ranks.call(train, 2)
@@ -213,8 +222,8 @@ def test_recovering_an_optimizer_without_state_removes_its_state(daemon: Daemon,
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp2", "fsdp1", "fsdp1-flat"])
-def test_a_refused_recovery_leaves_the_optimizer_without_state(kind: str) -> None:
-    with saved(kind, 2, "memory") as kept, Ranks(2) as ranks:
+def test_a_refused_recovery_leaves_the_optimizer_without_state(kind: str, pool: Lend) -> None:
+    with saved(kind, 2, "memory") as kept, pool(2) as ranks:
         ranks.call(build, kind, 2)
         for refusal in ranks.call(recover_another, kept.place.socket):
             assert refusal.startswith(
@@ -225,7 +234,9 @@ def test_a_refused_recovery_leaves_the_optimizer_without_state(kind: str) -> Non
 
 @pytest.mark.parametrize("point", ["agent.recover.loading", "agent.recover.opened"])
 @pytest.mark.parametrize("kind", ["fsdp1", "fsdp1-flat"])
-def test_no_rank_waits_for_one_that_cannot_read(daemon: Daemon, kind: str, point: str) -> None:
+def test_no_rank_waits_for_one_that_cannot_read(
+    daemon: Daemon, kind: str, point: str, pool: Lend
+) -> None:
     """FSDP1 makes its ranks wait for each other when they load.
 
     The rank that cannot load does not take part.
@@ -235,7 +246,7 @@ def test_no_rank_waits_for_one_that_cannot_read(daemon: Daemon, kind: str, point
         ranks.call(train, 2)
         ranks.call(save, daemon.home.socket, 2)
         wanted = together(ranks.call(whole))
-    with Ranks(2) as ranks:
+    with pool(2) as ranks:
         ranks.call(build, kind, 7)
         ranks.call(failpoints.arm, f"{point}=error(EIO)@1", only=[1])
         assert ranks.call(recover, daemon.home.socket, timeout=60) == [("storage", 2)] * 2

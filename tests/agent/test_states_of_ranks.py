@@ -26,7 +26,7 @@ from ckptd.agent import Agent, Checkpoint, CkptdError, LatestN, per_rank
 from ckptd.agent.recover import recovery
 from ckptd.agent.state.tree import PerRank
 from tests.support.daemons import Daemon
-from tests.support.ranks import HERE, Ranks
+from tests.support.ranks import HERE, Lend, Ranks
 
 Make = Callable[[bool, int], Any]
 CASES: dict[str, Make] = {}
@@ -346,8 +346,8 @@ def test_each_case_comes_back(ranks: Ranks, daemon: Daemon, name: str) -> None:
         assert found == wanted
 
 
-def test_the_same_name_on_other_meshes_is_refused(daemon: Daemon) -> None:
-    with Ranks(4) as ranks:
+def test_the_same_name_on_other_meshes_is_refused(daemon: Daemon, pool: Lend) -> None:
+    with pool(4) as ranks:
         for why in ranks.call(stages, daemon.home.socket):
             assert "UnsavableValue: " in why
             assert (
@@ -440,8 +440,8 @@ def save_without_collectives(socket: str, place: str) -> tuple[int, str, float]:
     return recovered.step or 0, repr(saved), float(weight.sum())
 
 
-def test_the_ranks_need_no_backend_for_the_cpu(daemon: Daemon, tmp_path: Path) -> None:
-    with Ranks(2) as ranks:
+def test_the_ranks_need_no_backend_for_the_cpu(daemon: Daemon, tmp_path: Path, pool: Lend) -> None:
+    with pool(2) as ranks:
         found = ranks.call(save_without_collectives, daemon.home.socket, str(tmp_path / "store"))
     durable = "<Pending step 3 of attempt 1: durable (on storage)>"
     assert found == [(3, durable, 4.0)] * 2

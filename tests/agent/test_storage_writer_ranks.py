@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 from ckptd.agent import Checkpoint, StorageReader, StorageWriter
 from ckptd.agent.dcp.targets import leave_all
-from tests.support.ranks import HERE, RankFailed, Ranks
+from tests.support.ranks import HERE, Lend, RankFailed, Ranks
 from tests.support.sharded import build, differing, together, train, whole
 
 pytestmark = pytest.mark.usefixtures("processes")
@@ -110,8 +110,8 @@ def changed(found: Any, wanted: Any) -> list[str]:
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp2", "hsdp", "tp", "2d"])
-def test_a_save_is_loaded_on_another_number_of_ranks(base: Base, kind: str) -> None:
-    with Ranks(4) as ranks:
+def test_a_save_is_loaded_on_another_number_of_ranks(base: Base, kind: str, pool: Lend) -> None:
+    with pool(4) as ranks:
         ranks.call(build, kind, 1)
         ranks.call(train, 2)
         ranks.call(save, base, "first")
@@ -121,7 +121,7 @@ def test_a_save_is_loaded_on_another_number_of_ranks(base: Base, kind: str) -> N
         assert changed(together(ranks.call(whole)), wanted) == []
         ranks.call(leave)
     others = {"hsdp": ("ddp", 3), "tp": ("fsdp2", 2), "2d": ("tp", 2)}
-    with Ranks(others.get(kind, (kind, 2))[1]) as ranks:
+    with pool(others.get(kind, (kind, 2))[1]) as ranks:
         ranks.call(build, others.get(kind, (kind, 2))[0], 2)
         ranks.call(train, 1)
         ranks.call(load, base, "first")
@@ -141,9 +141,9 @@ def test_async_save_of_several_ranks_is_loaded(base: Base, how: str) -> None:
         assert changed(together(ranks.call(whole)), wanted) == []
 
 
-def test_ranks_that_overwrite_leave_nothing_of_the_older_checkpoint(base: Base) -> None:
+def test_ranks_that_overwrite_leave_nothing_of_the_older_checkpoint(base: Base, pool: Lend) -> None:
     """Each rank keeps its part locked until the next save, and no longer."""
-    with Ranks(2) as ranks:
+    with pool(2) as ranks:
         ranks.call(build, "fsdp2", 1)
         for _ in range(3):
             ranks.call(train, 1)
@@ -161,11 +161,11 @@ def test_ranks_that_overwrite_leave_nothing_of_the_older_checkpoint(base: Base) 
     "use_collectives" not in inspect.signature(dcp.save).parameters,
     reason="DCP of torch 2.8 has no use_collectives",
 )
-def test_each_rank_saves_and_loads_without_collectives(base: Base) -> None:
+def test_each_rank_saves_and_loads_without_collectives(base: Base, pool: Lend) -> None:
     """With `use_collectives=False` each rank has a checkpoint of its own, and reads
     that one.
     """
-    with Ranks(2) as ranks:
+    with pool(2) as ranks:
         ranks.call(build, "ddp", 1)
         ranks.call(train, 1)
         ranks.call(save, base, "own", "no_collectives")
@@ -176,8 +176,8 @@ def test_each_rank_saves_and_loads_without_collectives(base: Base) -> None:
     assert sorted(os.listdir(base[0] / "own")) == ["rank-00000", "rank-00001"]
 
 
-def test_plans_that_are_cached(base: Base) -> None:
-    with Ranks(2) as ranks:
+def test_plans_that_are_cached(base: Base, pool: Lend) -> None:
+    with pool(2) as ranks:
         ranks.call(build, "fsdp2", 1)
         for n in range(3):
             ranks.call(train, 1)
@@ -226,12 +226,12 @@ class DoublesEverything(DefaultSavePlanner):
     ],
 )
 def test_a_failure_on_one_rank_fails_the_save(
-    base: Base, kind: str, planner: type, reason: str
+    base: Base, kind: str, planner: type, reason: str, pool: Lend
 ) -> None:
     """pytorch#191391: a writer failed on one rank, and the checkpoint lacked its
     tensors.
     """
-    with Ranks(2) as ranks:
+    with pool(2) as ranks:
         ranks.call(build, kind, 1)
         ranks.call(train, 1)
         heard = ranks.call(refused_save, base, "wrong", planner)

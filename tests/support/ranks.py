@@ -7,11 +7,12 @@ between calls in `HERE`.
 
 from __future__ import annotations
 
-import itertools
 import os
 import signal
 import traceback
+import warnings
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -22,9 +23,13 @@ from ckptd.shared.system import failpoints
 from tests.support import forks
 from tests.support.measured import save_before_kill, save_on_signal
 
+Lend = Callable[[int], AbstractContextManager["Ranks"]]
+"""Gives so many ranks: `Ranks` starts them, and the fixture `pool` lends them."""
 HERE: dict[str, Any] = {}
-"""The objects of this rank, kept for as long as its process lives."""
-_groups = itertools.count()
+"""The objects of this rank, kept for as long as its process lives, or as a test borrows it."""
+
+_TOLD_AT_EACH_USE = "Please use DTensor instead", "`_get_pg_default_device`", "Multiple backends"
+"""Warnings of torch at each use of FSDP1, whose printing took half of the CPU time."""
 
 
 class RankFailed(Exception):
@@ -102,7 +107,7 @@ class Ranks:
                     if pipe.poll()
                     else f"rank {rank} has not answered"
                 )
-            except EOFError:
+            except (EOFError, ConnectionResetError):
                 found.append(f"rank {rank} has died")
         return "; ".join(found)
 
@@ -128,6 +133,8 @@ class Ranks:
 
 def _serve(rank: int, world_size: int, port: int, pipe: Connection, armed: str) -> None:
     torch.set_num_threads(1)
+    for text in _TOLD_AT_EACH_USE:
+        warnings.filterwarnings("ignore", text)
     failpoints.arm(armed)
     save_on_signal()
     store = dist.TCPStore("127.0.0.1", port, is_master=False)  # type: ignore[attr-defined]

@@ -9,6 +9,7 @@ bytes, so that equal means bit-equal.
 
 from __future__ import annotations
 
+import functools
 import os
 import shutil
 from collections.abc import Iterator
@@ -25,7 +26,7 @@ from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
     get_optimizer_state_dict,
 )
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -37,7 +38,7 @@ from ckptd.shared.formats.plan import Plan
 from tests.oracle.optimizers import EightBitMomentum
 from tests.support import forks
 from tests.support.daemons import Daemon, Home, home
-from tests.support.ranks import HERE, Ranks
+from tests.support.ranks import HERE, Lend, Ranks
 from tests.support.storage import source
 
 # The first optimizer of every rank would import _dynamo.
@@ -137,26 +138,15 @@ def build(kind: str, seed: int, optimizer: str = "adamw", model: type[nn.Module]
     if kind == "ddp":
         made = nn.parallel.DistributedDataParallel(made)
     elif kind == "fsdp2":
-        made = _fully_sharded(made, init_device_mesh("cpu", (size,)))
+        made = _fully_sharded(made, mesh((size,)))
     elif kind == "hsdp":
-        made = _fully_sharded(
-            made, init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("replicate", "shard"))
-        )
+        made = _fully_sharded(made, mesh((2, size // 2), "replicate", "shard"))
     elif kind == "tp":
-        made, data = (
-            parallelize_module(
-                made,
-                init_device_mesh("cpu", (size,)),
-                {"up": ColwiseParallel(), "down": RowwiseParallel()},
-            ),
-            0,
-        )
+        made, data = _tensor_parallel(made, mesh((size,))), 0
     elif kind == "2d":
-        mesh = init_device_mesh("cpu", (size // 2, 2), mesh_dim_names=("data", "tensor"))
-        made = parallelize_module(
-            made, mesh["tensor"], {"up": ColwiseParallel(), "down": RowwiseParallel()}
-        )
-        made, data = _fully_sharded(made, mesh["data"]), mesh["data"].get_local_rank()
+        both = mesh((size // 2, 2), "data", "tensor")
+        made = _tensor_parallel(made, both["tensor"])
+        made, data = _fully_sharded(made, both["data"]), both["data"].get_local_rank()
     elif kind.startswith("fsdp1"):
         made = FullyShardedDataParallel(
             made, use_orig_params=kind == "fsdp1", device_id=torch.device("cpu")
@@ -164,7 +154,19 @@ def build(kind: str, seed: int, optimizer: str = "adamw", model: type[nn.Module]
     HERE.update(kind=kind, model=made, optimizer=_optimizer(made, optimizer), count=0, data=data)
 
 
-def _fully_sharded(model: nn.Module, mesh: Any) -> nn.Module:
+@functools.cache
+def mesh(shape: tuple[int, ...], *names: str) -> DeviceMesh:
+    """Return the mesh of all ranks, which a process makes once. Torch keeps the groups
+    of a mesh for ever.
+    """
+    return init_device_mesh("cpu", shape, mesh_dim_names=names or None)
+
+
+def _tensor_parallel(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    return parallelize_module(model, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+
+
+def _fully_sharded(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
     if isinstance(model, Net):
         fully_shard(model.up, mesh=mesh)
     fully_shard(model, mesh=mesh)
@@ -341,16 +343,17 @@ def saved(
     *,
     optimizer: str = "adamw",
     model: type[nn.Module] = Net,
+    pool: Lend = Ranks,
 ) -> Iterator[Saved]:
     """Context manager.
 
-    Train and save on `ranks` processes, and kill them. A recovery then reads from
-    `source`: "memory" or "storage".
+    Train and save on `world_size` ranks. A recovery then reads from `source`: "storage",
+    or "memory", for which the ranks are killed. Otherwise they come from `pool`.
     """
     with home() as place:
         daemon = Daemon(place, forked=True).wait_ready()
         try:
-            with Ranks(world_size) as ranks:
+            with (Ranks if source == "memory" else pool)(world_size) as ranks:
                 ranks.call(build, kind, 1, optimizer, model)
                 ranks.call(train, 2)
                 ranks.call(save, place.socket, 2)

@@ -42,7 +42,7 @@ from tests.agent.dcp.test_storage_writer import (
     state,
 )
 from tests.support.daemons import Daemon
-from tests.support.ranks import HERE, Ranks
+from tests.support.ranks import HERE, Lend
 from tests.support.sharded import build, differing, together, train, whole
 
 pytestmark = pytest.mark.filterwarnings(
@@ -284,9 +284,11 @@ class FailsOnRank1(DefaultSavePlanner):
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp2", "2d"])
-def test_planned_snapshots_and_recoveries_on_several_ranks(daemon: Daemon, kind: str) -> None:
+def test_planned_snapshots_and_recoveries_on_several_ranks(
+    daemon: Daemon, kind: str, pool: Lend
+) -> None:
     socket = daemon.home.socket
-    with Ranks(4) as ranks:
+    with pool(4) as ranks:
         ranks.call(build, kind, 1)
         ranks.call(train, 2)
         assert ranks.call(save, socket, 1, Balance) == [""] * 4
@@ -299,7 +301,7 @@ def test_planned_snapshots_and_recoveries_on_several_ranks(daemon: Daemon, kind:
     with Checkpoint.open(daemon.home.root / "job") as checkpoint:
         assert checkpoint.step == 3
         assert min(part.items for part in checkpoint.manifest.parts) > 0
-    with Ranks(2) as ranks:
+    with pool(2) as ranks:
         ranks.call(build, "tp" if kind == "2d" else kind, 2)
         ranks.call(train, 1)
         assert ranks.call(recover, socket)[0][1] == 3

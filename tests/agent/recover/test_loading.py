@@ -21,7 +21,7 @@ from ckptd.shared.errors import CkptdError, InvalidRequest, StructureMismatch
 from tests.oracle.prints import text
 from tests.support import sharded
 from tests.support.daemons import Daemon
-from tests.support.ranks import HERE, Ranks
+from tests.support.ranks import HERE, Lend
 from tests.support.refusals import exit_of
 from tests.support.storage import part_in
 
@@ -29,15 +29,15 @@ pytestmark = pytest.mark.usefixtures("processes")
 
 
 @pytest.mark.parametrize("kind", sharded.KINDS)
-def test_every_sharding_comes_back(kind: str) -> None:
-    with sharded.saved(kind, 4, "storage") as saved, Ranks(4) as ranks:
+def test_every_sharding_comes_back(kind: str, pool: Lend) -> None:
+    with sharded.saved(kind, 4, "storage", pool=pool) as saved, pool(4) as ranks:
         ranks.call(sharded.build, kind, 2)
         assert ranks.call(sharded.recover, saved.place.socket, True) == [("storage", 2)] * 4
         assert sharded.differing(sharded.together(ranks.call(sharded.whole)), saved.wanted) == []
 
 
-def test_shards_come_back_from_memory() -> None:
-    with sharded.saved("fsdp2", 2, "memory") as saved, Ranks(2) as ranks:
+def test_shards_come_back_from_memory(pool: Lend) -> None:
+    with sharded.saved("fsdp2", 2, "memory") as saved, pool(2) as ranks:
         ranks.call(sharded.build, "fsdp2", 2)
         assert ranks.call(sharded.recover, saved.place.socket, True) == [("memory", 2)] * 2
         assert sharded.differing(sharded.together(ranks.call(sharded.whole)), saved.wanted) == []
@@ -59,8 +59,8 @@ def refused(socket: Path) -> tuple[str, bool]:
     return "", False
 
 
-def test_another_number_of_ranks_is_refused() -> None:
-    with sharded.saved("fsdp2", 4, "storage") as saved, Ranks(2) as ranks:
+def test_another_number_of_ranks_is_refused(pool: Lend) -> None:
+    with sharded.saved("fsdp2", 4, "storage", pool=pool) as saved, pool(2) as ranks:
         ranks.call(sharded.build, "fsdp2", 2)
         for error, same in ranks.call(refused, saved.place.socket):
             assert error.endswith(
@@ -69,8 +69,8 @@ def test_another_number_of_ranks_is_refused() -> None:
             assert same
 
 
-def test_another_sharding_is_refused_by_name() -> None:
-    with sharded.saved("fsdp2", 4, "storage") as saved, Ranks(4) as ranks:
+def test_another_sharding_is_refused_by_name(pool: Lend) -> None:
+    with sharded.saved("fsdp2", 4, "storage", pool=pool) as saved, pool(4) as ranks:
         ranks.call(sharded.build, "2d", 2)
         for error, same in ranks.call(refused, saved.place.socket):
             assert "which was not saved as one: recover without same_partition" in error
@@ -79,10 +79,12 @@ def test_another_sharding_is_refused_by_name() -> None:
         assert ranks.call(sharded.recover, saved.place.socket) == [("storage", 2)] * 4
 
 
-def test_shards_of_the_same_shape_at_another_place_are_not_mixed_up(daemon: Daemon) -> None:
-    with Ranks(2) as ranks:
+def test_shards_of_the_same_shape_at_another_place_are_not_mixed_up(
+    daemon: Daemon, pool: Lend
+) -> None:
+    with pool(2) as ranks:
         ranks.call(save_on_mesh, daemon.home.socket, [0, 1])
-    with Ranks(2) as ranks:
+    with pool(2) as ranks:
         assert ranks.call(recover_on_mesh, daemon.home.socket, [1, 0], True) == ["", ""]
         assert ranks.call(recover_on_mesh, daemon.home.socket, [1, 0], False) == ["", ""]
 
@@ -122,10 +124,10 @@ def recover_unlike(socket: Path) -> str:
     return ""
 
 
-def test_ranks_must_agree_on_the_promise(daemon: Daemon) -> None:
+def test_ranks_must_agree_on_the_promise(daemon: Daemon, pool: Lend) -> None:
     with closing(Agent("job", socket=daemon.home.socket)) as agent:
         agent.snapshot({"w": torch.ones(2)}, step=1).wait("durable", timeout=60)
-    with Ranks(2) as ranks:
+    with pool(2) as ranks:
         for error in ranks.call(recover_unlike, daemon.home.socket):
             assert error.endswith(
                 "some ranks recover with same_partition and others without: pass the same on all "
