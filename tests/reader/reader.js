@@ -1,4 +1,5 @@
-// Reads a checkpoint as FORMAT.md describes it, without any code of ckptd: `node reader.js DIRECTORY`, which prints the state as JSON.
+// Reads checkpoints as FORMAT.md describes them, without any code of ckptd: `node reader.js DIRECTORY...`, which prints a line of JSON for each:
+// {"state": STATE}, or {"refused": WHY}.
 //
 // It checks every digest and checksum on the way, and reads chunks of all codecs, also deltas and linked files. Tensors become nested lists, bytes
 // become {"bytes": hex}, and integers that a number of JavaScript cannot hold become text.
@@ -378,19 +379,22 @@ function merged(trees) {
   return first;
 }
 
-function main(directory) {
+function read(directory) {
   const data = fs.readFileSync(path.join(directory, "manifest.json")), text = data.toString("utf8");
   const tail = /^"sha256": "([0-9a-f]{64})"\n}\n$/.exec(data.subarray(-79).toString("latin1")) || fail("the manifest is cut short");
   if (sha256(data.subarray(0, data.length - 79)) !== tail[1]) fail("the manifest does not match its digest");
   const manifest = JSON.parse(text);
   if (manifest.version !== 1 || manifest.features.some((name) => !FEATURES.includes(name))) fail("the manifest was written by a newer ckptd");
   const parts = manifest.parts.map((entry) => readPart(directory, entry)), tensors = tensorsOf(parts);
-  process.stdout.write(JSON.stringify(merged(parts.map((part) => plain(part.values.get("state"), tensors)))) + "\n");
+  return merged(parts.map((part) => plain(part.values.get("state"), tensors)));
 }
 
-try {
-  main(process.argv[2]);
-} catch (error) {
-  process.stderr.write(`${error.message}\n`);
-  process.exit(1);
+function answer(directory) {
+  try {
+    return { state: read(directory) };
+  } catch (error) {
+    return { refused: error.message };
+  }
 }
+
+for (const directory of process.argv.slice(2)) console.log(JSON.stringify(answer(directory)));
