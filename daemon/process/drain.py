@@ -29,7 +29,7 @@ LOOK_SECONDS = 0.05
 """Seconds between two checks of what is still owed."""
 FIRST_PAUSE, LONGEST_PAUSE = 1.0, 10.0
 """Seconds before a save that has failed is tried again. The pause doubles with each
-failure.
+failure. A save that has failed before the drain is tried again at once.
 """
 MOST_LISTED = 500
 """The most things that one answer lists, so that it fits into a frame."""
@@ -62,7 +62,9 @@ class DrainUnderWay:
         while debts:
             to_save = [found for debt in debts if (found := debt.to_save) is not None]
             failed = [s for s in to_save if s.state is SnapshotState.FAILED]
-            if failed and loop.time() >= retry:
+            if not failed:
+                retry = loop.time() + pause
+            elif loop.time() >= retry:
                 retry, pause = loop.time() + pause, min(2 * pause, LONGEST_PAUSE)
                 self._save(failed)
             self._save(s for s in to_save if s.state is not SnapshotState.FAILED)

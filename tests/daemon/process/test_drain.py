@@ -158,9 +158,11 @@ def test_one_job_or_all_jobs_are_drained(place: Home) -> None:
 
 
 def test_a_full_disk_is_told_with_the_job_and_the_reason(place: Home) -> None:
+    """No other try is under way at the deadline, which comes before the first pause ends."""
     with running(place, "--log-format", "json", forked=True, failpoints=FULL):
         agents = [in_memory(place, 5, job) for job in ("a", "b")]
-        reply = drain(place.socket, seconds=1.5)
+        reply = drain(place.socket, seconds=0.9 * FIRST_PAUSE)
+        assert len(place.events("save.failed")) == 2  # one try each
         assert (reply.saved, shown(reply)) == ([], [("a", "failed"), ("b", "failed")])
         assert ["No space left on device" in due.reason for due in reply.owed] == [True, True]
         for agent in agents:
