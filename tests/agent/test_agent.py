@@ -9,7 +9,6 @@ import re
 import shutil
 import signal
 import subprocess
-import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,7 @@ from ckptd.shared import errors
 from ckptd.shared.system import failpoints, machine
 from tests.support import trainers
 from tests.support.daemons import Daemon, Home, running, until
+from tests.support.scripts import Python, python
 
 SIZE = 20_000
 
@@ -145,16 +145,20 @@ def test_a_newer_attempt_fences_the_older(daemon: Daemon) -> None:
 
 
 @pytest.mark.usefixtures("processes")
-def test_the_last_seal_of_a_dead_trainer_is_recorded_after_its_death(place: Home) -> None:
+def test_the_last_seal_of_a_dead_trainer_is_recorded_after_its_death(
+    place: Home, tmp_path: Path
+) -> None:
     """The seal makes another slot superfluous, which is released while the slots of the
     dead trainer are examined.
     """
-    with running(place, failpoints="seal.received=sleep(0.5)@3") as daemon:
-        test_a_dead_trainers_newest_snapshot_is_saved_unasked_and_comes_back_from_memory(daemon)
+    with running(place, failpoints="seal.received=sleep(0.5)@3", forked=True) as daemon:
+        test_a_dead_trainers_newest_snapshot_is_saved_unasked_and_comes_back_from_memory(
+            daemon, tmp_path
+        )
 
 
 def test_a_dead_trainers_newest_snapshot_is_saved_unasked_and_comes_back_from_memory(
-    daemon: Daemon,
+    daemon: Daemon, tmp_path: Path
 ) -> None:
     diary = trainers.Diary(daemon.home.path / "diary")
     script = (
@@ -165,13 +169,10 @@ def test_a_dead_trainers_newest_snapshot_is_saved_unasked_and_comes_back_from_me
         f"agent.snapshot(trainers.expected(3, {SIZE}), step=3, persist=False).wait('sealed')\n"
         "print('sealed', flush=True); time.sleep(600)\n"
     )
-    with subprocess.Popen(
-        [sys.executable, "-c", script], stdout=subprocess.PIPE, cwd=Path(__file__).parents[2]
-    ) as trainer:
-        assert trainer.stdout is not None
-        assert trainer.stdout.readline() == b"sealed\n"
-        assert not (daemon.home.root / "job" / "step-00000003.a0001").exists()
-        trainer.kill()
+    trainer = Python("-c", script, place=tmp_path)
+    until(lambda: trainer.out.exists() and trainer.out.read_text() == "sealed\n", "seals")
+    assert not (daemon.home.root / "job" / "step-00000003.a0001").exists()
+    trainer.process.kill()
     until(
         lambda: (daemon.home.root / "job" / "step-00000003.a0001" / "manifest.json").exists(),
         "unasked save",
@@ -190,7 +191,7 @@ def test_a_dead_trainers_newest_snapshot_is_saved_unasked_and_comes_back_from_me
 
 @pytest.mark.usefixtures("processes")
 def test_sigterm_saves_what_is_only_in_memory(place: Home) -> None:
-    with running(place) as daemon:
+    with running(place, forked=True) as daemon:
         agent = Agent("job", socket=place.socket)
         pending = agent.snapshot(trainers.expected(4, SIZE), step=4, persist=False)
         pending.wait("sealed")
@@ -198,7 +199,7 @@ def test_sigterm_saves_what_is_only_in_memory(place: Home) -> None:
         assert daemon.stop() == 0
         with Checkpoint.open(place.root / "job", 4) as checkpoint:
             trainers.assert_equal(checkpoint.load(), 4, SIZE)
-    with running(place):
+    with running(place, forked=True):
         until(lambda: pending.state == "durable", "word of the save after the restart")
         agent.close()
     assert place.segment_files() == []
@@ -211,7 +212,7 @@ def test_sigterm_saves_what_is_only_in_memory(place: Home) -> None:
 )
 def test_the_trainer_outlives_its_daemon_and_loses_nothing_sealed(place: Home, point: str) -> None:
     nth = {"journal.synced": "@6"}.get(point, "@2")
-    first = Daemon(place, failpoints=f"{point}=kill{nth}").wait_ready()
+    first = Daemon(place, failpoints=f"{point}=kill{nth}", forked=True).wait_ready()
     agent = Agent("job", socket=place.socket)
     pendings = [agent.snapshot(trainers.expected(1, SIZE), step=1)]
     until(lambda: pendings[0].state == "durable" or first.process.poll() is not None, "first save")
@@ -220,7 +221,7 @@ def test_the_trainer_outlives_its_daemon_and_loses_nothing_sealed(place: Home, p
     assert first.died() == -signal.SIGKILL
     first.close()
     assert pendings[-1].state == "sealed"
-    with running(place):
+    with running(place, forked=True):
         for pending in pendings:
             pending.wait("durable", timeout=60)
         agent.snapshot(trainers.expected(3, SIZE), step=3).wait("durable", timeout=60)
@@ -241,13 +242,13 @@ def prepared(place: Home) -> Agent:
 
 @pytest.mark.usefixtures("processes")
 def test_training_continues_without_a_daemon_and_snapshots_resume(place: Home) -> None:
-    with running(place, environment={"CKPTD_STALL_BUDGET": "0.2"}):
+    with running(place, environment={"CKPTD_STALL_BUDGET": "0.2"}, forked=True):
         agent = prepared(place)
         agent.snapshot(trainers.expected(1, SIZE), step=1).wait("durable", timeout=60)
     pending = agent.snapshot(trainers.expected(2, SIZE), step=2)
     with pytest.raises(errors.DaemonUnreachable, match="^the daemon is gone"):
         pending.wait()
-    with running(place):
+    with running(place, forked=True):
         until(
             lambda: agent.snapshot(trainers.expected(9, SIZE), step=9).state == "sealed",
             "snapshot after the daemon is back",
@@ -259,7 +260,7 @@ def test_training_continues_without_a_daemon_and_snapshots_resume(place: Home) -
 
 @pytest.mark.usefixtures("processes")
 def test_a_hung_daemon_costs_its_budget_once(place: Home) -> None:
-    with running(place, environment={"CKPTD_STALL_BUDGET": "0.1"}) as daemon:
+    with running(place, environment={"CKPTD_STALL_BUDGET": "0.1"}, forked=True) as daemon:
         agent = prepared(place)
         agent.snapshot(trainers.expected(1, SIZE), step=1).wait("durable", timeout=60)
         daemon.process.send_signal(signal.SIGSTOP)
@@ -286,7 +287,10 @@ steps = iter(range(10_000))
 @pytest.mark.usefixtures("processes")
 def test_busy_slots_are_skipped_or_waited_for(place: Home) -> None:
     with running(
-        place, failpoints="persist.created=sleep(1.5)", environment={"CKPTD_STALL_BUDGET": "60"}
+        place,
+        failpoints="persist.created=sleep(1.5)",
+        environment={"CKPTD_STALL_BUDGET": "60"},
+        forked=True,
     ) as daemon:
         agent = Agent("job", socket=place.socket)
         one, two = (agent.snapshot(trainers.expected(step, SIZE), step=step) for step in (1, 2))
@@ -412,7 +416,7 @@ def test_a_tag_that_is_taken_fails_the_snapshot(agent: Agent, daemon: Daemon) ->
 
 @pytest.mark.usefixtures("processes")
 def test_a_state_larger_than_the_quota_fails_with_both_sizes(place: Home) -> None:
-    with running(place, "--shm-quota", "8M"):
+    with running(place, "--shm-quota", "8M", forked=True):
         agent = Agent("job", socket=place.socket)
         pending = agent.snapshot({"x": torch.ones(5_000_000)}, step=1)
         with pytest.raises(
@@ -431,7 +435,7 @@ def test_a_state_larger_than_the_quota_fails_with_both_sizes(place: Home) -> Non
 
 @pytest.mark.usefixtures("processes")
 def test_a_slot_requested_before_the_state_grew_is_replaced_by_a_larger_one(place: Home) -> None:
-    with running(place, "--shm-quota", "11M"):
+    with running(place, "--shm-quota", "11M", forked=True):
         agent = Agent("job", socket=place.socket)
         for step, size in ((1, 500_000), (2, 1_000_000)):  # two slots of 2 MB, then of 4 MB
             assert (
@@ -461,7 +465,9 @@ def small_tmpfs(processes: None, tmp_path: Path) -> Any:
 def test_full_shared_memory_fails_the_snapshot_and_leaves_nothing(
     place: Home, small_tmpfs: Path
 ) -> None:
-    with running(place, "--shm-dir", str(small_tmpfs), "--shm-quota", "1G", "--no-overflow"):
+    with running(
+        place, "--shm-dir", str(small_tmpfs), "--shm-quota", "1G", "--no-overflow", forked=True
+    ):
         agent = Agent("job", socket=place.socket)
         pending = agent.snapshot({"x": torch.ones(4_000_000)}, step=1)
         with pytest.raises(
@@ -481,7 +487,7 @@ def test_slots_that_do_not_fit_into_shared_memory_go_to_the_disk_and_outlive_the
     place: Home, small_tmpfs: Path, caplog: pytest.LogCaptureFixture, quota: str
 ) -> None:
     options = ["--shm-dir", str(small_tmpfs), "--shm-quota", quota]
-    with running(place, *options) as daemon:
+    with running(place, *options, forked=True) as daemon:
         agent = Agent("job", socket=place.socket)
         agent.snapshot({"x": torch.ones(100)}, step=1).wait("sealed", timeout=60)
         assert caplog.text == ""
@@ -496,7 +502,7 @@ def test_slots_that_do_not_fit_into_shared_memory_go_to_the_disk_and_outlive_the
         )
         assert daemon.status()["shared_memory"]["on_disk_bytes"] > 16_000_000
         daemon.kill()
-    with running(place, *options) as daemon:
+    with running(place, *options, forked=True) as daemon:
         state = {"x": torch.zeros(4_000_000)}
         recovered = agent.recover(state)
         assert recovered is not None
@@ -512,7 +518,7 @@ def test_slots_that_do_not_fit_into_shared_memory_go_to_the_disk_and_outlive_the
 
 def test_saves_resume_once_a_full_disk_has_been_freed(place: Home, small_tmpfs: Path) -> None:
     place.root.symlink_to(small_tmpfs)
-    with running(place, "--codec", "raw") as daemon:
+    with running(place, "--codec", "raw", forked=True) as daemon:
         (small_tmpfs / "ballast").write_bytes(
             bytes(12 << 20)[: small_free(small_tmpfs) - (100 << 10)]
         )
@@ -543,7 +549,7 @@ def test_a_full_disk_deletes_old_checkpoints_early_only_if_it_may(
     place.root.symlink_to(small_tmpfs)
     fit = small_free(small_tmpfs) // 3_000_000
     options = ["--codec", "raw", "--log-format", "json", *(["--make-room"] if make_room else [])]
-    with running(place, *options) as daemon:
+    with running(place, *options, forked=True) as daemon:
         agent = Agent("job", socket=place.socket)
         agent.snapshot({"x": torch.ones(700_000)}, step=1, tag="best").wait("durable", timeout=60)
         then = (
@@ -612,7 +618,7 @@ FULL, BROKEN = (
 def test_a_save_that_fails_is_reported_and_leaves_nothing(
     place: Home, failpoint: str, reason: str
 ) -> None:
-    with running(place, failpoints=f"{failpoint}@1") as daemon:
+    with running(place, failpoints=f"{failpoint}@1", forked=True) as daemon:
         agent = Agent("job", socket=place.socket)
         pending = agent.snapshot(trainers.expected(1, SIZE), step=1)
         until(lambda: pending.done, "end")
@@ -640,7 +646,7 @@ def test_a_save_that_fails_is_reported_and_leaves_nothing(
 def test_a_part_that_the_disk_refuses_once_is_written_again_to_a_new_file(
     place: Home, failpoint: str
 ) -> None:
-    with running(place, failpoints=f"{failpoint}@1") as daemon:
+    with running(place, failpoints=f"{failpoint}@1", forked=True) as daemon:
         agent = Agent("job", socket=place.socket)
         agent.snapshot(trainers.expected(1, SIZE), step=1).wait("durable", timeout=60)
         agent.snapshot(trainers.expected(2, SIZE), step=2).wait("durable", timeout=60)
@@ -653,7 +659,7 @@ def test_a_part_that_the_disk_refuses_once_is_written_again_to_a_new_file(
 
 @pytest.mark.usefixtures("processes")
 def test_a_failed_snapshot_is_still_saved_when_it_is_the_last(place: Home) -> None:
-    with running(place, failpoints="persist.created=error(ENOSPC)@1"):
+    with running(place, failpoints="persist.created=error(ENOSPC)@1", forked=True):
         agent = Agent("job", socket=place.socket)
         pending = agent.snapshot(trainers.expected(1, SIZE), step=1)
         until(lambda: pending.state == "failed", "failure")
@@ -723,7 +729,7 @@ def test_close_frees_everything(agent: Agent, daemon: Daemon) -> None:
 
 def test_threads_of_the_agent_do_not_keep_a_process_alive(daemon: Daemon) -> None:
     script = f"from ckptd.agent import Agent; Agent('job', socket={str(daemon.home.socket)!r})"
-    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
+    assert python("-c", script, finalized=True, timeout=60).returncode == 0
     assert threading.active_count() >= 1
 
 
@@ -732,10 +738,10 @@ def test_a_run_that_the_next_daemon_refuses_is_told_why_and_not_that_the_daemon_
     place: Home,
 ) -> None:
     """The run has no slot yet, by which the next daemon would know it."""
-    with running(place) as daemon:
+    with running(place, forked=True) as daemon:
         agent = Agent("job", socket=place.socket)
         daemon.kill()
-    with running(place):
+    with running(place, forked=True):
         until(lambda: agent._link.client.refusal is not None, "answer of the next daemon")
         for step in (1, 2):
             pending = agent.snapshot({"x": torch.ones(3)}, step=step)
@@ -752,19 +758,19 @@ def test_a_run_goes_on_saving_once_its_root_is_back(
 ) -> None:
     """As after a disk that was unmounted while a supervisor restarted the daemon."""
     monkeypatch.setattr(client, "_FOREIGN_DELAY", 0.05)
-    with running(place) as daemon:
+    with running(place, forked=True) as daemon:
         agent = Agent("job", socket=place.socket)
         agent.snapshot({"x": torch.ones(3)}, step=1).wait("durable", timeout=60)
         place.root.rename(place.path / "gone")
         assert daemon.died() == 1
-    with running(place) as daemon:
+    with running(place, forked=True) as daemon:
         until(lambda: agent._link.client.refusal is not None, "refusal")
         pending = agent.snapshot({"x": torch.ones(3)}, step=2)
         assert isinstance(pending.error, errors.ForeignMemory)
         assert daemon.stop() == 0
     shutil.rmtree(place.root)
     (place.path / "gone").rename(place.root)
-    with running(place):
+    with running(place, forked=True):
         until(lambda: agent._link.client.connected, "connection")
         agent.snapshot({"x": torch.full((3,), 3.0)}, step=3).wait("durable", timeout=60)
         agent.close()
@@ -776,7 +782,7 @@ def test_a_run_goes_on_saving_once_its_root_is_back(
 def test_a_daemon_whose_root_was_deleted_ends_and_the_next_one_does_not_fill_a_new_root(
     place: Home,
 ) -> None:
-    with running(place, "--log-format", "json") as daemon:
+    with running(place, "--log-format", "json", forked=True) as daemon:
         agent = Agent("job", socket=place.socket)
         for step in (1, 2):
             agent.snapshot({"x": torch.full((3,), float(step))}, step=step).wait(
@@ -792,7 +798,7 @@ def test_a_daemon_whose_root_was_deleted_ends_and_the_next_one_does_not_fill_a_n
         assert place.events("attempt.begun") == [{"job": "job", "attempt": 1, "ranks": 1}]
         (failed,) = place.events("daemon.failed")
         assert "has been deleted, moved or replaced" in failed["reason"]
-    with running(place):
+    with running(place, forked=True):
         state = {"x": torch.zeros(3)}
         with pytest.raises(errors.ForeignMemory, match="holds step 2 of attempt 1 of job 'job'"):
             agent.recover(state)

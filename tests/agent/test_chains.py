@@ -153,7 +153,7 @@ def test_a_job_is_adopted_from_a_chain(
     job: Path, place: Home, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CKPTD_SOCKET", str(place.socket))
-    with running(place, *chains.OPTIONS, environment=chains.SMALL_CHUNKS):
+    with running(place, *chains.OPTIONS, environment=chains.SMALL_CHUNKS, forked=True):
         adopt(job / tag(LAST), place.root, "next")
         agent, state = Agent("next", socket=place.socket), blank()
         assert agent.recover(state) is not None
@@ -165,7 +165,7 @@ def test_a_job_is_adopted_from_a_chain(
 def test_a_recovery_reads_a_chain_and_the_next_attempt_begins_whole(place: Home) -> None:
     chains.save_job(place)
     options = (*chains.OPTIONS, "--log-format", "json")
-    with running(place, *options, environment=chains.SMALL_CHUNKS):
+    with running(place, *options, environment=chains.SMALL_CHUNKS, forked=True):
         agent, state = Agent("job", socket=place.socket), blank()
         found = agent.recover(state)
         assert found is not None

@@ -5,8 +5,6 @@ parameters and optimizer state count, on every way that bytes take to storage.
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -16,6 +14,7 @@ from torch import nn
 from ckptd.agent import Agent, Finite, LatestN
 from ckptd.agent.copy import checked_copy
 from ckptd.shared.formats.manifest import Manifest
+from tests.support.commands import ckptd
 from tests.support.daemons import Home, running
 from tests.support.ranks import HERE, Ranks
 
@@ -56,11 +55,6 @@ def counts(root: Path) -> dict[int | None, int | None]:
     return {manifest.step: manifest.non_finite for manifest in manifests}
 
 
-def ckptd(*arguments: str | Path) -> str:
-    command = [sys.executable, "-m", "ckptd.daemon", *map(str, arguments)]
-    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
-
-
 @pytest.mark.parametrize("checked_by", ["trainer", "daemon"])
 def test_a_state_that_turns_nan_is_counted_told_and_named(
     place: Home, monkeypatch: pytest.MonkeyPatch, checked_by: str
@@ -68,13 +62,13 @@ def test_a_state_that_turns_nan_is_counted_told_and_named(
     if checked_by == "daemon":
         monkeypatch.setattr(checked_copy, "copy_bytes", None)
     trained = Trained()
-    with running(place, "--log-format", "json") as daemon:
+    with running(place, "--log-format", "json", forked=True) as daemon:
         agent = Agent("job", socket=place.socket, retention=[LatestN(2), Finite()])
         for step in (1, 2, 3, 4, 5):
             if step == 3:
                 trained.spoil()
             agent.snapshot(trained.state, step=step).wait("durable", timeout=60)
-        status = ckptd("status", "--socket", place.socket)
+        status = ckptd("status", "--socket", place.socket).stdout
         assert (
             "NOT FINITE     job: 3 values of the newest checkpoint, step-00000005.a0001" in status
         )
@@ -85,36 +79,36 @@ def test_a_state_that_turns_nan_is_counted_told_and_named(
     assert told == ["3"], "the first one, and no other"
     (event,) = place.events("state.non_finite")
     assert (event["step"], event["values"]) == (3, 3)
-    shown = ckptd("show", place.root / "job" / "newest")
+    shown = ckptd("show", place.root / "job" / "newest").stdout
     assert "non-finite     3 values of parameters and optimizer state\n" in shown
     assert re.findall(r"\n +(\S+): (\d)\n", shown.replace("\n", "\n\n")) == [
         ("model.0.weight", "2"), ("optimizer.state.0.bias.exp_avg", "1"),
     ]  # fmt: skip
-    listed = ckptd("ls", place.root, "--columns", "step,non_finite").split()
+    listed = ckptd("ls", place.root, "--columns", "step,non_finite").stdout.split()
     assert listed == ["STEP", "NON-FINITE", "2", "0", "4", "3", "5", "3"]
 
 
 def test_show_tells_the_count_if_the_part_is_gone(place: Home) -> None:
     trained = Trained()
     trained.spoil()
-    with running(place):
+    with running(place, forked=True):
         agent = Agent("job", socket=place.socket)
         agent.snapshot(trained.state, step=1).wait("durable", timeout=60)
         agent.close()
     (part,) = place.root.glob("job/*/rank-*.ckpt")
     part.unlink()
-    shown = ckptd("show", place.root / "job" / "newest")
+    shown = ckptd("show", place.root / "job" / "newest").stdout
     assert "non-finite     3 values of parameters and optimizer state\n" in shown
     assert "                 the tensors cannot be read: " in shown
 
 
 def test_show_tells_how_many_tensors_it_does_not_name(place: Home) -> None:
     model = nn.ParameterList(torch.full((4,), NAN) for _ in range(20))
-    with running(place):
+    with running(place, forked=True):
         agent = Agent("job", socket=place.socket)
         agent.snapshot({"model": model}, step=1).wait("durable", timeout=60)
         agent.close()
-    shown = ckptd("show", place.root / "job" / "newest")
+    shown = ckptd("show", place.root / "job" / "newest").stdout
     assert len(re.findall(r"\n {17}model\.\d+: 4(?=\n)", shown)) == 16
     assert "\n                 and 4 more\n" in shown
 
@@ -126,7 +120,7 @@ def test_chunks_that_are_linked_keep_their_count(place: Home) -> None:
     weight[777] = NAN
     frozen.register_buffer("weight", weight)
     state: dict[str, object] = {"frozen": frozen, "head": head}
-    with running(place, "--codec", "raw"):
+    with running(place, "--codec", "raw", forked=True):
         agent = Agent("job", socket=place.socket)
         for step in (1, 2, 3, 4, 5):
             with torch.no_grad():
@@ -145,22 +139,24 @@ def test_chunks_that_are_linked_keep_their_count(place: Home) -> None:
 def test_a_commit_that_the_next_daemon_makes_has_the_count(place: Home) -> None:
     trained = Trained()
     trained.spoil()
-    with running(place, failpoints="commit.starting=kill") as daemon:
+    with running(place, failpoints="commit.starting=kill", forked=True) as daemon:
         agent = Agent("job", socket=place.socket)
         agent.snapshot(trained.state, step=1)
         daemon.process.wait(60)
-        with running(place):
+        with running(place, forked=True):
             agent.close()
     assert counts(place.root) == {1: 3}
 
 
 def test_a_state_without_modules_and_optimizers_is_not_counted(place: Home) -> None:
-    with running(place):
+    with running(place, forked=True):
         agent = Agent("job", socket=place.socket)
         agent.snapshot({"w": torch.tensor([NAN])}, step=1).wait("durable", timeout=60)
         agent.close()
     assert counts(place.root) == {1: None}
-    assert "non-finite" not in ckptd("show", place.root / "job" / "newest") + place.log_text()
+    assert (
+        "non-finite" not in ckptd("show", place.root / "job" / "newest").stdout + place.log_text()
+    )
 
 
 def save_as_rank(socket: Path) -> None:
@@ -178,6 +174,6 @@ def save_as_rank(socket: Path) -> None:
 
 
 def test_values_that_several_ranks_hold_count_once(place: Home) -> None:
-    with running(place), Ranks(2) as ranks:
+    with running(place, forked=True), Ranks(2) as ranks:
         ranks.call(save_as_rank, place.socket)
     assert counts(place.root) == {1: 50 + 2}

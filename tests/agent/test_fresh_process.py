@@ -18,20 +18,13 @@ from ckptd.shared.array_checkpoint import ArrayCheckpoint
 from ckptd.shared.errors import StructureMismatch
 from tests.support import kinds
 from tests.support.daemons import Daemon
+from tests.support.scripts import python
 
 ROOT = Path(__file__).parents[2]
 
 
 def run(*arguments: str | Path, check: bool = True) -> subprocess.CompletedProcess[str]:
-    done = subprocess.run(
-        [sys.executable, *map(str, arguments)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-        env={"PYTHONPATH": str(ROOT)},
-    )
+    done = python(*arguments, directory=ROOT, environment={"PYTHONPATH": str(ROOT)})
     assert done.returncode == 0 or not check, done.stderr
     return done
 

@@ -389,7 +389,7 @@ def test_a_step_that_failed_so_never_comes_back(daemon: Daemon, persist: bool) -
         for rank in range(2):
             ranks.kill(rank)
     daemon.kill()
-    restarted = Daemon(daemon.home).wait_ready()
+    restarted = Daemon(daemon.home, forked=True).wait_ready()
     try:
         with Ranks(2) as ranks:
             assert (

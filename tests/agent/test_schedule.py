@@ -632,7 +632,7 @@ def test_a_new_agent_of_the_process_restarts_the_schedule(
     place: Home, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CKPTD_JOB", "job")
-    with running(place):
+    with running(place, forked=True):
         monkeypatch.setenv("CKPTD_SOCKET", str(place.socket))
         when, due = Schedule(every_seconds=10), []
         for step in range(60):

@@ -147,7 +147,7 @@ def test_a_snapshot_that_has_failed_at_once_is_not_counted(training: Training) -
 def test_a_wrong_step_does_not_disturb_later_snapshots(place: Home) -> None:
     parameter = torch.zeros(1, requires_grad=True)
     optimizer = torch.optim.SGD([parameter])
-    with running(place):
+    with running(place, forked=True):
         agent = Agent("job", socket=place.socket)
         agent.snapshot({"w": parameter}, step=1).wait("durable", timeout=60)
         for _ in range(6):
@@ -217,7 +217,7 @@ def test_an_agent_measures_real_steps(place: Home) -> None:
         model(torch.ones(4, 100)).sum().backward()
         optimizer.step()
 
-    with running(place) as daemon:
+    with running(place, forked=True) as daemon:
         agent = Agent("job", socket=place.socket)
         for _ in range(10):
             step()

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
@@ -39,6 +37,7 @@ from tests.agent.dcp.test_storage_writer import Place, blank, refused, same, spo
 from tests.shared.samples import WRITER
 from tests.support import forks
 from tests.support.daemons import Daemon
+from tests.support.scripts import python
 from tests.support.storage import source
 from tests.support.strangers import KINDS, holding, open_place
 
@@ -125,13 +124,8 @@ def test_an_async_save_that_is_the_last_statement_is_finished(spot: Place) -> No
         **os.environ,
         **({"CKPTD_SOCKET": str(spot.daemon.home.socket)} if spot.daemon else {}),
     }
-    subprocess.run(
-        [sys.executable, "-c", AT_THE_END, str(spot.path("last"))],
-        env=variables,
-        check=True,
-        timeout=100,
-        capture_output=True,
-    )
+    ended = python("-c", AT_THE_END, spot.path("last"), environment=variables)
+    assert ended.returncode == 0, ended.stderr
     with Checkpoint.open(spot.path("last")) as checkpoint:
         assert torch.equal(checkpoint.tensor("a"), torch.arange(5_000_000))
 

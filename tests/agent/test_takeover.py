@@ -6,10 +6,9 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import closing
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
@@ -21,53 +20,51 @@ from ckptd.shared import names
 from ckptd.shared.errors import Fenced, JobRunning
 from ckptd.shared.storage.heartbeat_store import HeartbeatStore
 from ckptd.shared.storage.locate import open_root
+from tests.support import forks
 from tests.support.daemons import Daemon, until
 from tests.support.nodes import Node, Nodes, beat_fast
-
-TRAINER = """
-import sys, torch
-from ckptd.agent import Agent
-agent = Agent("job", socket=sys.argv[1])
-agent.snapshot({"x": torch.full((3,), 7.0)}, step=7).wait("sealed", timeout=60)
-print("sealed", flush=True)
-for line in sys.stdin:
-    try:
-        if line == "recover\\n":
-            agent.recover({"x": torch.zeros(3)}, step=7)
-        elif line == "close\\n":
-            agent.close()
-        agent.snapshot({"x": torch.full((3,), 8.0)}, step=8, on_error="log").wait("sealed", timeout=60)
-        print("saved", flush=True)
-    except Exception as error:
-        print(type(error).__name__, flush=True)
-"""  # noqa: E501
 
 
 class Trainer:
     """Another process, with an agent of the same job. `run`: the id of its torchrun."""
 
     def __init__(self, socket: Path, run: str = "") -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", TRAINER, str(socket)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env=os.environ | {"TORCHELASTIC_RUN_ID": run},
-        )
-        self.heard()
+        context = forks.context()
+        self._connection, its = context.Pipe()
+        self.process = context.Process(target=train, args=(its, socket, run), daemon=True)
+        self.process.start()
+        its.close()
+        assert self._connection.recv() == "sealed"
+        assert self.process.pid is not None
+        self.pid = self.process.pid
 
     def end(self) -> None:
         self.process.kill()
-        self.process.communicate()
-
-    def heard(self) -> str:
-        assert self.process.stdout is not None
-        return self.process.stdout.readline().strip()
+        self.process.join()
 
     def tell(self, line: str) -> str:
-        assert self.process.stdin is not None
-        print(line, file=self.process.stdin, flush=True)
-        return self.heard()
+        self._connection.send(line)
+        return str(self._connection.recv())
+
+
+def train(connection: Connection[str, str], socket: Path, run: str) -> None:
+    """Save step 7. Then do what is said, and save step 8."""
+    os.environ["TORCHELASTIC_RUN_ID"] = run
+    agent = Agent("job", socket=socket)
+    agent.snapshot({"x": torch.full((3,), 7.0)}, step=7).wait("sealed", timeout=60)
+    connection.send("sealed")
+    while True:
+        line = connection.recv()
+        try:
+            if line == "recover":
+                agent.recover({"x": torch.zeros(3)}, step=7)
+            elif line == "close":
+                agent.close()
+            state = {"x": torch.full((3,), 8.0)}
+            agent.snapshot(state, step=8, on_error="log").wait("sealed", timeout=60)
+            connection.send("saved")
+        except Exception as error:
+            connection.send(type(error).__name__)
 
 
 @pytest.fixture
@@ -87,7 +84,7 @@ def test_a_second_run_is_refused_and_the_first_one_still_saves(
 ) -> None:
     with pytest.raises(
         JobRunning,
-        match=rf"^job 'job' is running already, in process {trainer.process.pid} since 20.* UTC: "
+        match=rf"^job 'job' is running already, in process {trainer.pid} since 20.* UTC: "
         rf"stop that run",
     ):
         Agent("job", socket=daemon.home.socket)
@@ -104,9 +101,9 @@ def test_a_second_run_that_takes_over_ends_the_saving_of_the_first(
     with closing(Agent("job", socket=daemon.home.socket, takeover=True)) as agent:
         assert agent.attempt == 2
         assert trainer.tell("save") == "Fenced"
-        assert f"in process {trainer.process.pid} since" in daemon.home.log_text()
+        assert f"in process {trainer.pid} since" in daemon.home.log_text()
     trainer.process.kill()
-    trainer.process.wait()
+    trainer.process.join()
     again = Trainer(daemon.home.socket)
     monkeypatch.setenv("CKPTD_TAKEOVER", "1")
     with closing(Agent("job", socket=daemon.home.socket)) as agent:
@@ -189,7 +186,7 @@ def test_a_second_run_on_another_node_is_refused_and_the_first_one_still_saves(
     two: Nodes, distant: Trainer, impatient: None
 ) -> None:
     refusal = (
-        rf"^job 'job' is running already, in process {distant.process.pid} on node0 since "
+        rf"^job 'job' is running already, in process {distant.pid} on node0 since "
         rf"20.* "
         rf"UTC: stop that run, .* takeover=True"
     )
@@ -262,12 +259,12 @@ def test_a_run_is_known_while_and_after_its_daemon_is_started_again(
     two: Nodes, distant: Trainer, impatient: None
 ) -> None:
     # So that it does not reconnect yet, and only its lock shows that it lives.
-    distant.process.send_signal(signal.SIGSTOP)
+    os.kill(distant.pid, signal.SIGSTOP)
     two[0].kill()
     two[0].start(first=beat_fast)
-    with pytest.raises(JobRunning, match=rf"in process {distant.process.pid} on node0 since"):
+    with pytest.raises(JobRunning, match=rf"in process {distant.pid} on node0 since"):
         Agent("job", socket=two[1].home.socket)
-    distant.process.send_signal(signal.SIGCONT)
+    os.kill(distant.pid, signal.SIGCONT)
     assert distant.tell("save") == "saved"
 
 

@@ -164,7 +164,7 @@ def test_every_type_comes_back_into_the_objects_of_the_caller(daemon: Daemon, so
         agent.snapshot(make_state(2), step=1).wait("durable", timeout=60)
     if source == "storage":
         daemon.stop()
-        daemon = Daemon(daemon.home)
+        daemon = Daemon(daemon.home, forked=True)
         daemon.wait_ready()
     state = make_state(5)
     generators = dict(state["generators"])

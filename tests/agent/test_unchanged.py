@@ -68,7 +68,7 @@ def test_what_is_frozen_is_written_once_and_every_checkpoint_stands_alone(
 ) -> None:
     if checked_by == "daemon":
         monkeypatch.setattr(checked_copy, "copy_bytes", None)
-    with running(place, "--keep-last", "2", "--codec", codec) as daemon:
+    with running(place, "--keep-last", "2", "--codec", codec, forked=True) as daemon:
         agent = Agent("job", socket=place.socket)
         save(agent, 1, 2)
         first, _ = written(place.root, 1)
@@ -86,7 +86,7 @@ def test_what_is_frozen_is_written_once_and_every_checkpoint_stands_alone(
         with Checkpoint.open(place.root / "job", f"step-{step:08d}.a0001") as checkpoint:
             checkpoint.verify()
             assert_state(checkpoint.load(), step)
-    with running(place, "--codec", codec):
+    with running(place, "--codec", codec, forked=True):
         agent, state = Agent("job", socket=place.socket), blank()
         found = agent.recover(state)
         assert found is not None
@@ -99,7 +99,7 @@ def test_what_is_frozen_is_written_once_and_every_checkpoint_stands_alone(
 
 
 def test_a_state_that_changes_everywhere_has_no_links(place: Home) -> None:
-    with running(place, "--codec", "raw"):
+    with running(place, "--codec", "raw", forked=True):
         agent = Agent("job", socket=place.socket)
         for step in range(1, 5):
             state = {name: tensor + step for name, tensor in state_of(step).items()}
@@ -112,7 +112,7 @@ def test_a_state_that_changes_everywhere_has_no_links(place: Home) -> None:
 
 
 def test_a_tensor_that_is_frozen_later_is_linked_later(place: Home) -> None:
-    with running(place, "--codec", "raw"):
+    with running(place, "--codec", "raw", forked=True):
         agent = Agent("job", socket=place.socket)
         for step in range(1, 9):
             state = state_of(step)
@@ -125,11 +125,11 @@ def test_a_tensor_that_is_frozen_later_is_linked_later(place: Home) -> None:
 
 
 def test_a_restarted_daemon_writes_everything_once(place: Home) -> None:
-    with running(place, "--codec", "raw") as daemon:
+    with running(place, "--codec", "raw", forked=True) as daemon:
         agent = Agent("job", socket=place.socket)
         save(agent, 1, 2)
         daemon.kill()
-        with running(place, "--codec", "raw"):
+        with running(place, "--codec", "raw", forked=True):
             pending = agent.snapshot(state_of(3), step=3)
             while pending.state == "failed":
                 pending = agent.snapshot(state_of(3), step=3)
@@ -140,7 +140,7 @@ def test_a_restarted_daemon_writes_everything_once(place: Home) -> None:
 
 
 def test_checkpoints_that_a_user_has_removed_are_not_needed(place: Home) -> None:
-    with running(place, "--codec", "raw"):
+    with running(place, "--codec", "raw", forked=True):
         agent = Agent("job", socket=place.socket)
         save(agent, 1, 2)
         for step in (1, 2):
@@ -153,7 +153,7 @@ def test_checkpoints_that_a_user_has_removed_are_not_needed(place: Home) -> None
 
 
 def test_links_can_be_turned_off(place: Home) -> None:
-    with running(place, "--codec", "raw", "--no-link-unchanged"):
+    with running(place, "--codec", "raw", "--no-link-unchanged", forked=True):
         agent = Agent("job", socket=place.socket)
         save(agent, 1, 2, 3)
         agent.close()
@@ -177,7 +177,7 @@ def save_as_rank(socket: Path, *steps: int) -> None:
 
 
 def test_each_rank_links_its_own_files(place: Home) -> None:
-    with running(place, "--codec", "raw"), Ranks(2) as ranks:
+    with running(place, "--codec", "raw", forked=True), Ranks(2) as ranks:
         ranks.call(save_as_rank, place.socket, 1, 2, 3)
     for step in (1, 2):
         shutil.rmtree(place.root / "job" / f"step-{step:08d}.a0001")

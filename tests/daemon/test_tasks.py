@@ -100,7 +100,7 @@ def test_a_failed_task_ends_the_daemon_and_the_next_one_continues(
     place: Home, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     """`serve` accepts clients, and `run` is the task of a connection."""
-    with running(place):
+    with running(place, forked=True):
         agent = Agent("job", socket=place.socket)
         agent.snapshot({"x": torch.arange(10)}, step=1).wait("durable", timeout=60)
         agent.close()
@@ -131,7 +131,7 @@ def test_a_failed_task_ends_the_daemon_and_the_next_one_continues(
     with pytest.raises(CkptdError, match=r"failed: KeyError\('no such key'\)"):
         asyncio.run(live())
     monkeypatch.undo()
-    with running(place):
+    with running(place, forked=True):
         agent, state = Agent("job", socket=place.socket), {"x": torch.zeros(10, dtype=torch.int64)}
         assert agent.recover(state) is not None
         assert torch.equal(state["x"], torch.arange(10))

@@ -239,7 +239,7 @@ class Lane:
             self._open.enter_context(home()),
             self._open.enter_context(tempfile.TemporaryDirectory(dir="/dev/shm")),
         )
-        daemon = self._open.enter_context(running(_rooted(place, memory), *RAW))
+        daemon = self._open.enter_context(running(_rooted(place, memory), *RAW, forked=True))
         judge = Judge(place.socket)
         self._open.callback(judge.close)
         return judge, daemon
@@ -281,7 +281,7 @@ def judging_spread() -> Iterator[Callable[[spread.SpreadPair], Verdict]]:
     with (
         home() as place,
         tempfile.TemporaryDirectory(dir="/dev/shm") as memory,
-        running(_rooted(place, memory), *RAW) as daemon,
+        running(_rooted(place, memory), *RAW, forked=True) as daemon,
     ):
         pools, lock = spread_judge.Pools(place), threading.Lock()
 

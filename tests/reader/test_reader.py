@@ -99,7 +99,7 @@ def test_a_fresh_checkpoint(place: Home) -> None:
         "own": per_rank({"position": 7}),
         "plain": [1, -5, 2**40, 0.1, "ünï", None, True, (1, 2)],
     }
-    with running(place, "--codec", "raw", "--files-per-rank", "3") as daemon:
+    with running(place, "--codec", "raw", "--files-per-rank", "3", forked=True) as daemon:
         agent = Agent("job", socket=daemon.home.socket)
         agent.snapshot(state, step=1, rng=False).wait("durable", timeout=60)
         agent.close()
@@ -122,7 +122,7 @@ def test_fresh_checkpoints_with_deltas(place: Home) -> None:
         "singles": torch.randn(count // 8, 8, generator=chance),
     }
     saved: list[tuple[int, Path, dict[str, Any]]] = []
-    with running(place, "--codec", "planes") as daemon:
+    with running(place, "--codec", "planes", forked=True) as daemon:
         agent = Agent("job", socket=daemon.home.socket)
         for step in range(12):
             agent.snapshot(state, step=step, rng=False).wait("durable", timeout=60)

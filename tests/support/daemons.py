@@ -4,6 +4,7 @@ they leave is removed, shared memory included.
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import select
@@ -274,7 +275,10 @@ def _ckptd(
     save_on_signal()
     if first is not None:
         first()
-    cli.main([*arguments, "--ready-fd", str(os.dup(ready.fileno()))])
+    try:
+        cli.main([*arguments, "--ready-fd", str(os.dup(ready.fileno()))])
+    finally:
+        atexit._run_exitfuncs()  # which multiprocessing does not call
 
 
 def warn_soon() -> None:

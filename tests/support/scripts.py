@@ -2,14 +2,16 @@
 already: a life of a training takes a tenth of the time that a new interpreter needs.
 
 Such a process ends as an interpreter does: it waits for its threads, and calls what was
-registered with `atexit`. It leaves its modules whole, because to take torch apart would
-cost a second.
+registered with `atexit`. It takes its modules apart only on request, because that costs
+more than the rest.
 """
 
 from __future__ import annotations
 
 import atexit
 import builtins
+import ctypes
+import gc
 import multiprocessing
 import os
 import runpy
@@ -97,6 +99,8 @@ def python(
     *command: object,
     environment: dict[str, str] | None = None,
     directory: Path | None = None,
+    typed: str = "",
+    finalized: bool = False,
     timeout: float = 120.0,
 ) -> subprocess.CompletedProcess[str]:
     """Run a script, `-c CODE` or `-m MODULE` with its arguments, as `subprocess.run`
@@ -105,7 +109,14 @@ def python(
     Raises TimeoutError after `timeout` seconds, when the process has been killed.
     """
     with tempfile.TemporaryDirectory() as place:
-        running = Python(*command, environment=environment, directory=directory, place=Path(place))
+        running = Python(
+            *command,
+            place=Path(place),
+            environment=environment,
+            directory=directory,
+            typed=typed,
+            finalized=finalized,
+        )
         return running.communicate(timeout)
 
 
@@ -113,6 +124,8 @@ class Python:
     """A process that runs a script, `-c CODE` or `-m MODULE`, with its arguments.
 
     Its standard output and standard error are the files `out` and `err` in `place`.
+    typed: its standard input. finalized: end it with all that the interpreter does when
+    it exits, such as to stop the threads that are daemons.
     """
 
     def __init__(
@@ -121,7 +134,10 @@ class Python:
         place: Path,
         environment: dict[str, str] | None = None,
         directory: Path | None = None,
+        typed: str = "",
+        finalized: bool = False,
     ) -> None:
+        (place / "in").write_text(typed)
         self.command = [str(word) for word in command]
         self.out, self.err = place / "out", place / "err"
         self.process = context().Process(
@@ -130,8 +146,10 @@ class Python:
                 self.command,
                 dict(os.environ) if environment is None else environment,
                 directory or Path.cwd(),
+                place / "in",
                 self.out,
                 self.err,
+                finalized,
             ),
             daemon=True,
         )
@@ -161,13 +179,24 @@ def _main(
     output: Path,
 ) -> None:
     os.setsid()
-    _python([str(script), *arguments], environment, directory, output, output)
+    command = [str(script), *arguments]
+    _python(command, environment, directory, Path(os.devnull), output, output, False)
 
 
 def _python(
-    command: list[str], environment: dict[str, str], directory: Path, out: Path, err: Path
+    command: list[str],
+    environment: dict[str, str],
+    directory: Path,
+    typed: Path,
+    out: Path,
+    err: Path,
+    finalized: bool,
 ) -> None:
     multiprocessing.set_start_method(None, force=True)  # the default, and not the server's
+    # A script is no child of multiprocessing, and may have such children.
+    multiprocessing.current_process()._config.pop("daemon", None)  # type: ignore[attr-defined]
+    os.dup2(os.open(typed, os.O_RDONLY), 0)
+    sys.stdin = os.fdopen(0)
     for number, path in ((1, out), (2, err)):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
     os.environ.clear()
@@ -185,6 +214,9 @@ def _python(
     except BaseException as error:
         sys.excepthook(type(error), error, error.__traceback__)
         code = 1
+    if finalized:
+        gc.freeze()  # so that what the server has imported is not searched for garbage
+        ctypes.pythonapi.Py_Exit(code)
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     sys.stdout.flush()

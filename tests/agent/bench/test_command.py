@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import subprocess
 import sys
@@ -15,29 +14,16 @@ from click.testing import CliRunner
 from ckptd.agent.bench.command import bench, text_of
 from ckptd.agent.bench.measure import Figures, Report
 from ckptd.daemon.commands.cli import main
+from tests.support.commands import forked
 
 WAYS = ["ckptd", "torch.save", "dcp.save", "dcp.async_save", "limit: plain copy"]
 
 
 @pytest.mark.usefixtures("processes")
 def test_the_report_has_every_way_and_nothing_is_left(tmp_path: Path) -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "ckptd.daemon",
-        "bench",
-        "--root",
-        str(tmp_path),
-        "--megabytes",
-        "13",
-        "--rounds",
-        "1",
-        "--json",
-    ]
-    environment = os.environ | {"CKPTD_CODEC": "raw"}
-    done = subprocess.run(
-        command, env=environment, capture_output=True, text=True, timeout=300, check=False
-    )
+    size = ("--megabytes", 13, "--rounds", 1)
+    raw = {"CKPTD_CODEC": "raw"}
+    done = forked("bench", "--root", tmp_path, *size, "--json", environment=raw)
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
     assert [name for name in report["saves"] if name != "limit: O_DIRECT write"] == WAYS

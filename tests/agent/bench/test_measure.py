@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import psutil
@@ -12,6 +10,7 @@ import pytest
 
 from ckptd.agent.bench import measure
 from ckptd.agent.bench.ways import DirectWrite
+from tests.support.scripts import python
 
 
 def test_the_size_of_a_directory_is_that_of_its_files(tmp_path: Path) -> None:
@@ -50,13 +49,7 @@ def status(agent, found=m._status):
 m.by_dcp_save, m._status = fail, status
 m.measure(Path(sys.argv[1]), 13_000_000, 1)
 """
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path)],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    done = python("-c", code, tmp_path)
     assert done.returncode == 1
     assert done.stderr.strip().endswith("OSError: [Errno 28] No space left on device")
     pid, memory = done.stdout.split()

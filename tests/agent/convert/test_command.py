@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +15,7 @@ from ckptd.agent.convert.command import adopt, export, import_, text_of
 from ckptd.agent.convert.export import Exported
 from tests.agent.convert.saved import assert_same, loaded, save
 from tests.support.cases import each_case
+from tests.support.commands import forked
 from tests.support.forged import forge
 
 STATE: dict[str, Any] = {"model": {"a.w": torch.arange(6.0), "a.b": torch.ones(2)}, "epoch": 3}
@@ -33,18 +32,7 @@ def run(checkpoint: Path, *options: str) -> Result:
 
 @pytest.mark.usefixtures("processes")
 def test_the_verb_is_found_by_the_command_line(tmp_path: Path, checkpoint: Path) -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "ckptd.daemon",
-        "export",
-        str(checkpoint),
-        "--to",
-        "safetensors",
-        "--out",
-        str(tmp_path / "out"),
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    done = forked("export", checkpoint, "--to", "safetensors", "--out", tmp_path / "out")
     assert done.returncode == 0, done.stderr
     assert (
         done.stdout
@@ -174,20 +162,12 @@ def test_long_lists_are_cut() -> None:
 @pytest.mark.usefixtures("processes")
 def test_an_import_by_the_command_line(tmp_path: Path) -> None:
     torch.save(STATE, tmp_path / "source")
-    command = [
-        sys.executable,
-        "-m",
-        "ckptd.daemon",
-        "import",
-        str(tmp_path / "source"),
-        "--out",
-        str(tmp_path / "out"),
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    command = ("import", tmp_path / "source", "--out", tmp_path / "out")
+    done = forked(*command)
     assert done.returncode == 0, done.stderr
     assert done.stdout == f"wrote {tmp_path / 'out'} from torch: 2 tensors, 32 B\n"
     assert_same(loaded(tmp_path / "out"), STATE)
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    done = forked(*command)
     assert (done.returncode, done.stdout) == (1, "")
     assert (
         done.stderr

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import ctypes
 import random
-import subprocess
 import sys
 import threading
 from collections.abc import Callable
@@ -25,6 +24,7 @@ from ckptd.agent.copy.mapping import map_segment
 from ckptd.agent.plan.layout import layout_of, plan_locally
 from ckptd.shared.formats.plan import Region, chunk_ranges
 from tests.support.cases import each_case
+from tests.support.scripts import python
 
 CHUNK = 1 << 16
 LANES = 3 * 4096
@@ -91,9 +91,7 @@ def test_a_second_import_computes_the_same_checksums(compiled: Callable[..., lis
         "assert [m.copy([at], [at], [len(data)], [len(data)], 1, 0) for m in (first, second)] == "
         "[[crc32c.crc32c(data)]] * 2"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False
-    )
+    done = python("-c", code)
     assert done.returncode == 0, done.stderr
 
 

@@ -4,7 +4,6 @@ daemon.
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,6 +21,7 @@ from ckptd.shared.location import Url, located
 from ckptd.shared.storage import locate
 from tests.agent.convert.saved import one_process
 from tests.support import stores
+from tests.support.scripts import python
 
 
 @pytest.fixture(scope="module")
@@ -94,13 +94,7 @@ def test_a_background_save_is_finished_although_the_script_ends(place: str, tmp_
         "dcp.async_save({'w': torch.arange(2_000_000.0)}, "
         "storage_writer=StorageWriter(sys.argv[1]))\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", str(script), place],
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
+    done = python(script, place)
     with Checkpoint.open(place) as checkpoint:
         assert checkpoint.tensor("w")[-1].item() == 1_999_999.0, done.stderr
 

@@ -35,12 +35,12 @@ def test_the_newest_state_is_in_memory_and_then_on_storage(daemon: Daemon) -> No
 def test_what_a_killed_trainer_has_left_in_memory_is_found_by_the_next_daemon(
     place: Home,
 ) -> None:
-    with running(place) as daemon:
+    with running(place, forked=True) as daemon:
         agent = Agent("job", socket=place.socket)
         agent.snapshot({"w": torch.ones(3)}, step=1, persist=False)
         daemon.kill()
         trainers.vanish(agent)
-    with running(place):
+    with running(place, forked=True):
         found = newest("job", socket=place.socket)
         assert found is not None
         assert (found.step, found.attempt) == (1, 1)

@@ -5,8 +5,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import threading
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +27,7 @@ from ckptd.shared.errors import (
 )
 from ckptd.shared.wire.lifecycle import Event
 from tests.support.daemons import Daemon, Home, until
+from tests.support.scripts import python
 
 GOOD = {"x": torch.ones(3)}
 
@@ -216,13 +215,8 @@ for step, word in enumerate(sys.argv[2:]):
 def test_a_process_that_ends_without_close_and_has_saved_nothing_leaves_a_line(
     daemon: Daemon, words: list[str], told: bool
 ) -> None:
-    ended = subprocess.run(
-        [sys.executable, "-c", SCRIPT, str(daemon.home.socket), *words],
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=120,
-    )
+    ended = python("-c", SCRIPT, daemon.home.socket, *words)
+    assert ended.returncode == 0, ended.stderr
     assert (
         "ckptd: nothing of this run was saved: none of its 2 snapshots could be saved"
         in ended.stderr

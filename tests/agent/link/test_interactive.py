@@ -16,6 +16,7 @@ import torch
 from ckptd.agent import Agent
 from ckptd.agent.link.interactive import InteractiveSession, is_interactive, statement
 from tests.support.daemons import Daemon, Home
+from tests.support.scripts import python
 
 BEGIN = """\
 import logging, torch, ckptd
@@ -42,15 +43,18 @@ def environment(place: Home) -> dict[str, str]:
 
 def typed(place: Home, text: str, *command: str) -> tuple[list[str], list[str]]:
     """Type a text at a prompt. Return the lines that say what was saved, and the log."""
-    done = subprocess.run(
-        [sys.executable, *command],
-        input=text,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-        env=environment(place),
-    )
+    if command[0].startswith("-"):
+        done = subprocess.run(
+            [sys.executable, *command],
+            input=text,
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+            env=environment(place),
+        )
+    else:
+        done = python(*command, typed=text, environment=environment(place))
     assert done.returncode == 0, done.stderr
     lines = f"{done.stdout}\n{done.stderr}".replace(">>> ", "").replace("... ", "").splitlines()
     return (
@@ -65,14 +69,22 @@ def test_a_process_that_runs_a_script_is_no_session() -> None:
     assert (is_interactive(), statement(), session.runs_again()) == (False, None, False)
 
 
-@pytest.mark.parametrize("console", [False, True])
-def test_a_loop_at_a_prompt_can_be_run_again(daemon: Daemon, tmp_path: Path, console: bool) -> None:
+@pytest.fixture
+def console(tmp_path: Path) -> Path:
+    """A script that reads what is typed as a prompt does."""
+    script = tmp_path / "console.py"
+    script.write_text("import code; code.interact(banner='', exitmsg='')\n")
+    return script
+
+
+@pytest.mark.parametrize("within_a_script", [False, True])
+def test_a_loop_at_a_prompt_can_be_run_again(
+    daemon: Daemon, console: Path, within_a_script: bool
+) -> None:
     """A step that is repeated within one statement is a mistake, and a step that follows
     continues the attempt.
     """
-    script = tmp_path / "console.py"
-    script.write_text("import code; code.interact(banner='', exitmsg='')\n")
-    command = (str(script),) if console else ("-i", "-q")
+    command = (str(console),) if within_a_script else ("-i", "-q")
     text = BEGIN + LOOP + LOOP + TWICE + END
     saved, log = typed(daemon.home, text, *command)
     error = "error step 7 does not follow step 7, the last of attempt 2"
@@ -88,22 +100,16 @@ def test_a_loop_at_a_prompt_can_be_run_again(daemon: Daemon, tmp_path: Path, con
     )
 
 
-def test_a_session_that_is_killed_leaves_the_loop_that_it_ran_last(daemon: Daemon) -> None:
+def test_a_session_that_is_killed_leaves_the_loop_that_it_ran_last(
+    daemon: Daemon, console: Path
+) -> None:
     """The newer attempt is recovered, although the earlier one has a later step."""
     loops = "".join(
         f"for step in range({steps}): state['w'].fill_({fill} + step); save(step)\n\n"
         for steps, fill in ((3, 10), (2, 20))
     )
     text = f"{BEGIN}{loops}import os, signal; os.kill(os.getpid(), signal.SIGKILL)\n"
-    done = subprocess.run(
-        [sys.executable, "-i", "-q"],
-        input=text,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-        env=environment(daemon.home),
-    )
+    done = python(console, typed=text, environment=environment(daemon.home))
     assert done.returncode == -signal.SIGKILL, done.stderr
     agent = Agent("gpt", socket=daemon.home.socket)
     state = {"w": torch.zeros(3)}

@@ -7,7 +7,6 @@ from __future__ import annotations
 import os
 import socket
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -32,6 +31,7 @@ from tests.support.clock import Clock
 from tests.support.daemons import Daemon, Home
 from tests.support.descriptors import not_sockets
 from tests.support.fake_daemon import FakeDaemon, fake_daemon
+from tests.support.scripts import python
 
 
 @pytest.fixture
@@ -111,8 +111,7 @@ def test_a_private_daemon_outlives_its_trainer_and_is_restarted_when_killed(
         "snapshot({'w': torch.ones(5)}, step=3, persist=False).wait('sealed'); "
         "os.kill(os.getpid(), 9)"
     )
-    result = subprocess.run([sys.executable, "-c", script], timeout=120, check=False)
-    assert result.returncode == -9
+    assert python("-c", script).returncode == -9
     agent = Agent()
     state = {"w": torch.zeros(5)}
     recovered = agent.recover(state)

@@ -20,8 +20,10 @@ from ckptd.agent.link.script import (
     storable,
 )
 from tests.support.cases import each_case
+from tests.support.commands import ckptd
 from tests.support.daemons import Home
 from tests.support.forged import forge
+from tests.support.scripts import python
 
 
 @each_case(
@@ -120,11 +122,8 @@ def test_scripts_of_one_name_that_meet_in_one_job_are_told(place: Home, tmp_path
         (tmp_path / name / "train.py").write_text(TRAIN)
 
     def told(name: str, job: str = "") -> list[str]:
-        command = [sys.executable, str(tmp_path / name / "train.py")]
         named = {**environment, "CKPTD_JOB": job} if job else environment
-        done = subprocess.run(
-            command, env=named, capture_output=True, text=True, timeout=120, check=False
-        )
+        done = python(tmp_path / name / "train.py", environment=named)
         assert done.returncode == 0, done.stderr
         return [line for line in done.stderr.splitlines() if "another one" in line]
 
@@ -139,11 +138,8 @@ def test_scripts_of_one_name_that_meet_in_one_job_are_told(place: Home, tmp_path
     assert told("b") == [], "its own checkpoint is the newest now"
     assert told("a", job="train") == [], "the job was named"
     assert len(told("b")) == 1
-    shown = subprocess.run(
-        [sys.executable, "-m", "ckptd.daemon", "show", f"{place.root}/train/newest"],
-        capture_output=True, text=True, timeout=120, check=True,
-    )  # fmt: skip
-    assert f"  script         {paths[1]}\n" in shown.stdout
+    shown = ckptd("show", f"{place.root}/train/newest").stdout
+    assert f"  script         {paths[1]}\n" in shown
 
 
 def test_a_job_that_cannot_be_read_is_not_told_of(
@@ -171,11 +167,8 @@ def test_a_job_that_cannot_be_read_is_not_told_of(
 def test_a_real_script_and_an_interactive_session(tmp_path: Path) -> None:
     code = "from ckptd.agent.link.script import script_job; print(script_job())"
     (tmp_path / "tune.py").write_text(code)
-    commands = {"tune": ["tune.py"], "default": ["-c", code]}
-    for job, command in commands.items():
-        assert (
-            subprocess.run(
-                [sys.executable, *command], cwd=tmp_path, capture_output=True, text=True, check=True
-            ).stdout
-            == f"{job}\n"
-        )
+    done = subprocess.run(
+        [sys.executable, "tune.py"], cwd=tmp_path, capture_output=True, text=True, check=True
+    )
+    assert done.stdout == "tune\n"
+    assert python("-c", code).stdout == "default\n"

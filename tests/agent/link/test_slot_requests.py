@@ -94,7 +94,7 @@ def test_an_error_of_the_daemon_is_raised(agent: Agent) -> None:
 def test_a_request_is_repeated_when_the_daemon_comes_back(agent: Agent, daemon: Daemon) -> None:
     daemon.kill()
     asking = ask(agent, 1, wait=60.0)
-    with running(daemon.home):
+    with running(daemon.home, forked=True):
         assert (asking.answer(), asking.take() in agent._link.handovers.slots, asking.why) == (
             True,
             True,
@@ -109,7 +109,7 @@ def test_a_request_fails_at_the_deadline_if_the_daemon_stays_away(
     daemon.kill()
     with pytest.raises(DaemonUnreachable):
         ask(agent, 1, wait=0.2).answer()
-    with running(daemon.home):
+    with running(daemon.home, forked=True):
         agent.close()
 
 

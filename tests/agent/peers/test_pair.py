@@ -4,11 +4,10 @@ that end.
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,6 +17,8 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from ckptd.agent.peers.pair import Pair, finish
 from ckptd.shared.errors import PeerLost
 from tests.support import forks
+from tests.support.daemons import until
+from tests.support.scripts import Python
 
 SECONDS = 60.0
 """Time enough for anything that is to succeed."""
@@ -270,15 +271,17 @@ def test_an_ended_pair_begins_no_message(
 
 EXIT = """
 import sys, threading, torch
+from datetime import timedelta
 from torch.distributed import TCPStore
 from ckptd.agent.peers.pair import Pair
 
 port, act, code = sys.argv[1:]
-pair = Pair(TCPStore("localhost", int(port), is_master=False), "pair", first=False, seconds=60.0)
+store = TCPStore("localhost", int(port), is_master=False)
+pair = Pair(store, "pair", first=False, seconds=60.0)
 data = torch.zeros(1 << 25, dtype=torch.uint8)
 threading.Thread(target=getattr(pair, act), args=(data, 366 * 86400.0), daemon=True).start()
 print("waits", flush=True)
-sys.stdin.readline()
+store.wait(["end"], timedelta(seconds=60))
 sys.exit(int(code))
 """
 """A script whose thread receives or sends what never comes to its end."""
@@ -287,22 +290,13 @@ sys.exit(int(code))
 @pytest.mark.usefixtures("processes")
 @pytest.mark.parametrize(("act", "code"), [("receive", 3), ("send", 0)])
 def test_a_message_under_way_does_not_keep_a_process_from_its_end(
-    store: TCPStore, act: str, code: int
+    store: TCPStore, act: str, code: int, tmp_path: Path
 ) -> None:
-    with subprocess.Popen(
-        [sys.executable, "-c", EXIT, str(store.port), act, str(code)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    ) as process:
-        try:
-            pair = connect(store.port, "pair", first=True)
-            assert process.stdout is not None
-            assert process.stdout.readline() == "waits\n"
-            _, complaint = process.communicate("\n", timeout=SECONDS)
-        finally:
-            process.kill()
-    assert (process.returncode, complaint) == (code, "")
+    process = Python("-c", EXIT, store.port, act, code, place=tmp_path, finalized=True)
+    pair = connect(store.port, "pair", first=True)
+    until(lambda: process.out.exists() and process.out.read_text() == "waits\n", "the message")
+    store.set("end", "")
+    ended = process.communicate(SECONDS)
+    assert (ended.returncode, ended.stderr) == (code, "")
     with pytest.raises(PeerLost, match=LOST):
         take(pair, blank(LARGE))

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -25,6 +23,7 @@ from ckptd.shared.system.descriptor import Descriptor
 from ckptd.shared.wire import messages as m
 from tests.support.daemons import until
 from tests.support.pairs import CAPACITY, descriptors, fill, new_store, sealed_slot
+from tests.support.scripts import Python
 from tests.support.tmpfs import tmpfs
 
 
@@ -487,12 +486,14 @@ if how == "end":
     ("how", "code"), [("return", 0), ("end", 0), ("exit", 3), ("error", 1), ("fork", 7)]
 )
 def test_a_process_with_receivers_that_wait_ends_with_its_own_exit_code(
-    how: str, code: int
+    how: str, code: int, tmp_path: Path
 ) -> None:
+    for rank in range(2):
+        (tmp_path / str(rank)).mkdir()
     client = new_store()  # the server ends with it
     store = cast(Any, client())
     processes = [
-        subprocess.Popen([sys.executable, "-c", PROCESS, str(rank), str(store.port), how])
+        Python("-c", PROCESS, rank, store.port, how, place=tmp_path / str(rank), finalized=True)
         for rank in range(2)
     ]
-    assert [process.wait(120) for process in processes] == [code, code]
+    assert [process.communicate().returncode for process in processes] == [code, code]

@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import shutil
 import warnings
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,7 @@ from ckptd.shared.formats import metadata_object
 from ckptd.shared.formats.manifest import Manifest
 from ckptd.shared.storage.locate import open_root
 from ckptd.shared.storage.metadata import tensors
-from tests.support.daemons import Home, running, until
+from tests.support.daemons import Home, home, running, until
 from tests.support.ranks import HERE, Ranks
 
 pytestmark = pytest.mark.usefixtures("processes")
@@ -70,7 +71,7 @@ def manifest_of(directory: Path) -> Manifest:
 
 
 def test_one_rank(place: Home, tmp_path: Path) -> None:
-    with running(place, "--keep-last", "2"):
+    with running(place, "--keep-last", "2", forked=True):
         agent = Agent("job", socket=place.socket)
         for step in (1, 2, 3):
             agent.snapshot(state_of(step), step=step).wait("durable", timeout=120)
@@ -130,7 +131,7 @@ def test_one_rank(place: Home, tmp_path: Path) -> None:
     assert run.invoke(main, ["verify", str(tmp_path / "copy")]).exit_code == 0
     shutil.rmtree(place.root / "job")
     shutil.copytree(tmp_path / "copy" / "job", place.root / "job")
-    with running(place):
+    with running(place, forked=True):
         agent = Agent("job", socket=place.socket)
         state = zeros_like(state_of(3))
         recovered = agent.recover(state)
@@ -144,13 +145,21 @@ def test_one_rank(place: Home, tmp_path: Path) -> None:
         assert_same(checkpoint.load(), state_of(3))
 
 
+@pytest.fixture(scope="module")
+def two_steps() -> Iterator[Path]:
+    """A root with two checkpoints of one rank."""
+    with home() as made:
+        with running(made, forked=True):
+            agent = Agent("job", socket=made.socket)
+            for step in (1, 2):
+                agent.snapshot(state_of(step), step=step).wait("durable", timeout=120)
+            agent.close()
+        yield made.root
+
+
 @pytest.mark.parametrize("damage", ["missing", "index", "block", "part"])
-def test_damage_of_the_metadata_object_is_found(place: Home, damage: str) -> None:
-    with running(place):
-        agent = Agent("job", socket=place.socket)
-        for step in (1, 2):
-            agent.snapshot(state_of(step), step=step).wait("durable", timeout=120)
-        agent.close()
+def test_damage_of_the_metadata_object_is_found(place: Home, two_steps: Path, damage: str) -> None:
+    shutil.copytree(two_steps, place.root)
     newest = place.root / "job" / "step-00000002.a0001"
     entry = manifest_of(newest).metadata_object
     assert entry is not None
@@ -172,7 +181,7 @@ def test_damage_of_the_metadata_object_is_found(place: Home, damage: str) -> Non
             pytest.raises(IntegrityError, match="does not match its checksum"),
         ):
             checkpoint.tensor("base")
-    with running(place):
+    with running(place, forked=True):
         agent = Agent("job", socket=place.socket)
         state = zeros_like(state_of(1))
         recovered = agent.recover(state)
@@ -234,7 +243,7 @@ def recovered_state(socket: Path, same_partition: bool) -> tuple[str, dict[str, 
 def test_shards_by_rule_are_found_on_any_number_of_ranks(
     place: Home, ranks_after: int, same_partition: bool
 ) -> None:
-    with running(place) as daemon:
+    with running(place, forked=True) as daemon:
         with Ranks(4) as ranks:
             ranks.call(save, place.socket)
             wanted = ranks.call(saved_state)[0]
@@ -252,7 +261,7 @@ def test_shards_by_rule_are_found_on_any_number_of_ranks(
         assert checkpoint.tensor("divided.0", slices=[slice(2, 5), 1]).tolist() == [
             row[1] for row in wanted["divided.0"][2:5]
         ]
-    with running(place), Ranks(ranks_after) as ranks:
+    with running(place, forked=True), Ranks(ranks_after) as ranks:
         for source, found in ranks.call(recovered_state, place.socket, same_partition):
             assert source == "storage"
             assert found == wanted
@@ -283,7 +292,7 @@ def loaded_with_dcp(path: Path) -> dict[str, Any]:
 
 
 def test_a_save_that_dcp_has_planned_says_which_rank_has_each_item(place: Home) -> None:
-    with running(place):
+    with running(place, forked=True):
         with Ranks(2) as ranks:
             ranks.call(save_with_dcp, place.root, place.socket)
             wanted = ranks.call(tensors_of_state)[0]
@@ -342,7 +351,7 @@ def test_what_a_planner_has_cast_comes_back_in_the_dtype_of_the_state(
     place: Home, large: bool
 ) -> None:
     more = {f"small.{number:05d}": torch.zeros(1) for number in range(MANY if large else 0)}
-    with running(place), warnings.catch_warnings():
+    with running(place, forked=True), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # DCP warns that there is one process only
         writer = StorageWriter(place.root / "job" / "cast", socket=place.socket)
         dcp.save({"w": torch.arange(8.0) / 3, **more}, storage_writer=writer, planner=Casting())
@@ -359,13 +368,10 @@ def test_what_a_planner_has_cast_comes_back_in_the_dtype_of_the_state(
         assert torch.equal(state["w"], wanted.float())
 
 
-def test_metadata_that_name_what_no_part_has_are_found(place: Home) -> None:
-    with running(place):
-        agent = Agent("job", socket=place.socket)
-        agent.snapshot(state_of(1), step=1).wait("durable", timeout=120)
-        agent.close()
-    (directory,) = (place.root / "job").glob("step-*")
-    repository, manifest = open_root(place.root), manifest_of(directory)
+def test_metadata_that_name_what_no_part_has_are_found(two_steps: Path, tmp_path: Path) -> None:
+    root = shutil.copytree(two_steps, tmp_path / "root")
+    directory = root / "job" / "step-00000002.a0001"
+    repository, manifest = open_root(root), manifest_of(directory)
     entries, meshes = tensors(repository, "job", directory.name, manifest)
     data, forged = metadata_object.encode(
         {**entries, "base": {"dtype": "float64", "size": [4], "chunks": [[[0], [4]]]}}, meshes, 1
@@ -375,7 +381,7 @@ def test_metadata_that_name_what_no_part_has_are_found(place: Home) -> None:
         msgspec.structs.replace(manifest, metadata_object=forged).encode()
     )
     with (
-        Checkpoint.open(place.root / "job") as checkpoint,
+        Checkpoint.open(root / "job") as checkpoint,
         pytest.raises(IntegrityError, match="does not have 'base' as the metadata"),
     ):
         checkpoint.tensor("base")

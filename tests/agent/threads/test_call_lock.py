@@ -5,14 +5,13 @@ interrupted calls do not keep the lock.
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import threading
 
 import pytest
 
 from ckptd.agent.threads.call_lock import CallLock, Nested, call_around
 from ckptd.shared.errors import Busy
+from tests.support.scripts import python
 
 
 def interrupted(lock: CallLock) -> None:
@@ -174,7 +173,5 @@ print(call.over())
 def test_threads_that_start_while_a_waiting_call_looks_for_another_do_not_stop_the_process() -> (
     None
 ):
-    ended = subprocess.run(
-        [sys.executable, "-c", STOPPED], capture_output=True, text=True, timeout=90
-    )
+    ended = python("-c", STOPPED, timeout=90)
     assert (ended.stdout, ended.stderr) == ("True\n", "")

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import threading
 
 import pytest
 
 from ckptd.agent.threads.callbacks import Callbacks
+from tests.support.scripts import python
 
 
 def test_calls_run_one_after_the_other_and_hold_nobody() -> None:
@@ -63,9 +62,7 @@ made.call(lambda: (time.sleep(%s), print("told")), "on_failure")
 def test_the_end_of_the_process_waits_for_a_call_but_not_for_ever(
     most: str, takes: str, said: str
 ) -> None:
-    ended = subprocess.run(
-        [sys.executable, "-c", SCRIPT % (most, takes)], capture_output=True, text=True, timeout=60
-    )
+    ended = python("-c", SCRIPT % (most, takes), timeout=60)
     assert (ended.returncode, ended.stdout) == (0, said)
     assert (
         "on_failure, or a function of a future, has not returned after 0.1 s, and ends with the "

@@ -128,7 +128,7 @@ REFUSED = [
 def test_a_seal_that_could_not_be_loaded_is_refused_in_one_sentence(
     place: Home, wrong: Any, words: str
 ) -> None:
-    with running(place) as daemon:
+    with running(place, forked=True) as daemon:
         client = Client(place, "job", 0, 1)
         case = simple_case(("w", "float32", [4, 2]))
         wrong(case)
@@ -145,7 +145,7 @@ def test_a_seal_that_could_not_be_loaded_is_refused_in_one_sentence(
 
 @pytest.mark.usefixtures("processes")
 def test_the_ranks_of_a_step_are_compared_when_the_last_one_has_sealed(place: Home) -> None:
-    with running(place):
+    with running(place, forked=True):
         first = Client(place, "job", 0, 2)
         clients = [first, Client(place, "job", 1, 2, first.attempt)]
         wrong = simple_case(("w", "float32", [4, 2]), ranks=2)
@@ -168,7 +168,7 @@ def test_the_ranks_of_a_step_are_compared_when_the_last_one_has_sealed(place: Ho
 
 @pytest.mark.usefixtures("processes")
 def test_a_sound_case_of_every_kind_is_loaded(place: Home) -> None:
-    with running(place):
+    with running(place, forked=True):
         client = Client(place, "job", 0, 1)
         for number in range(5):
             (answer,) = answers([client], number, sound_case(Random(number), 1, large=number == 4))

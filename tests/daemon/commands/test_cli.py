@@ -10,8 +10,7 @@ import re
 import shutil
 import socket
 import subprocess
-import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib.metadata import entry_points
 from pathlib import Path
 
@@ -30,28 +29,9 @@ from ckptd.shared.formats.manifest import Manifest
 from ckptd.shared.storage.locate import open_root
 from ckptd.shared.system import machine
 from tests.support.cases import each_case
+from tests.support.commands import ckptd, forked, started
 from tests.support.daemons import Daemon, Home, home, running, until
 from tests.support.trainers import vanish
-
-NOTHING: dict[str, str] = {}
-
-
-def ckptd(
-    *arguments: object, environment: dict[str, str] = NOTHING
-) -> subprocess.CompletedProcess[str]:
-    clean = {
-        key: value
-        for key, value in os.environ.items()
-        if not key.startswith(("CKPTD_", "XDG_RUNTIME"))
-    }
-    return subprocess.run(
-        [sys.executable, "-m", "ckptd.daemon", *map(str, arguments)],
-        env={**clean, **environment},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
 
 
 @pytest.fixture
@@ -76,6 +56,8 @@ def train(daemon: Daemon) -> None:
             {"w": torch.arange(1000.0) * step}, step=step, metrics={"loss": 1 / step}
         ).wait("durable", timeout=60)
     agent.close()
+    newest = daemon.home.root / "gpt" / "newest"
+    until(lambda: newest.read_text() == "step-00000002.a0001\n", "the newest checkpoint")
 
 
 @pytest.mark.usefixtures("processes")
@@ -92,7 +74,7 @@ def test_status_passes_over_the_socket_of_a_dead_daemon(place: Home) -> None:
     with socket.socket(socket.AF_UNIX) as dead:
         dead.bind(str(private))
     place.socket = usual
-    with running(place):
+    with running(place, forked=True):
         assert "is ready" in ckptd("status", environment=environment).stdout
 
 
@@ -104,7 +86,7 @@ def test_the_environment_names_the_root_of_status_and_of_ls(full: Daemon, tmp_pa
     environment = {"CKPTD_ROOT": str(root), "XDG_RUNTIME_DIR": str(runtime)}
     with home() as other:
         other.socket = runtime / "ckptd.sock"
-        with running(other):
+        with running(other, forked=True):
             rows = json.loads(ckptd("ls", "--json", environment=environment).stdout)
             assert [row["tag"] for row in rows] == ["step-00000001.a0001", "step-00000002.a0001"]
             missing = ckptd("status", environment=environment)
@@ -159,7 +141,9 @@ def test_status_reports_jobs_memory_and_counters(full: Daemon) -> None:
 
 @pytest.mark.usefixtures("processes")
 def test_status_tells_how_far_a_save_has_come(place: Home) -> None:
-    with running(place, "--codec", "zstd:19", environment={"CKPTD_CHUNK_SIZE": "256Ki"}) as daemon:
+    with running(
+        place, "--codec", "zstd:19", environment={"CKPTD_CHUNK_SIZE": "256Ki"}, forked=True
+    ) as daemon:
         agent = Agent("gpt", socket=place.socket)
         agent.snapshot({"w": torch.randn(10 << 20)}, step=1)
         until(
@@ -185,7 +169,7 @@ def test_status_tells_how_far_a_save_has_come(place: Home) -> None:
 
 @pytest.mark.usefixtures("processes")
 def test_the_log_says_when_attempts_begin_and_what_is_deleted(place: Home) -> None:
-    with running(place, "--keep-last", "1") as daemon:
+    with running(place, "--keep-last", "1", forked=True) as daemon:
         train(daemon)
         until(
             lambda: "checkpoint gpt/step-00000001.a0001: deleted" in place.log_text(), "retention"
@@ -226,6 +210,7 @@ def test_a_checkpoint_of_several_files_is_shown_and_verified(place: Home) -> Non
         "--codec",
         "raw",
         environment={"CKPTD_CHUNK_SIZE": "256Ki"},
+        forked=True,
     ):
         agent = Agent("gpt", socket=place.socket)
         state = {"w": torch.arange(1 << 20)}  # 8 MiB
@@ -449,7 +434,6 @@ def flip(part: Path, offset: int = ALIGN) -> None:
     part.write_bytes(data)
 
 
-@pytest.mark.usefixtures("processes")
 @pytest.mark.parametrize(
     ("arguments", "code", "words"),
     [
@@ -464,18 +448,6 @@ def flip(part: Path, offset: int = ALIGN) -> None:
             "ROOT`"),
         (["stop", "--socket", "{root}/nobody"], 14, "no daemon listens at"),
         (["status"], 14, "start one with `ckptd run --root DIR`"),
-        (["run", "--root", "{root}", "--socket", "{root}/s2"], 11, "another ckptd already serves"),
-        (["run", "--root", "{root}2", "--socket", "{socket}"], 11, "another ckptd listens at"),
-        (["run", "--socket", "{root}/s2"], 2, "no root: say where checkpoints go with --root DIR"),
-        (["run", "--root", "/proc/nope", "--socket", "{root}/s2"], 1, "cannot use /proc/nope as "
-            "the root for checkpoints"),
-        (["run", "--root", "{root}", "--socket", "{root}/s2", "--codec", "lz5"], 2, "codec 'lz5' "
-            "is not known"),
-        (["run", "--root", "{root}", "--socket", "{root}/s2", "--config", "{root}/none.toml"], 2,
-        "cannot "
-            "read the config file"),
-        (["run", "--root", "{root}", "--socket", "/" + "x" * 200], 2, "an absolute path of at most "
-            "107 bytes"),
         (["frobnicate"], 2, "No such command 'frobnicate'"),
         (["rm", "{root}/gpt/1"], 2, "No such command 'rm'. Did you mean 'forget'?"),
         (["list"], 2, "No such command 'list'. Did you mean 'ls'?"),
@@ -488,11 +460,45 @@ def flip(part: Path, offset: int = ALIGN) -> None:
 def test_each_mistake_gives_one_sentence_and_its_exit_code(
     trained: Daemon, arguments: list[str], code: int, words: str
 ) -> None:
-    result = ckptd(
-        *(a.format(root=trained.home.root, socket=trained.home.socket) for a in arguments)
+    check_mistake(trained, ckptd, arguments, code, words)
+
+
+@pytest.mark.usefixtures("processes")
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (["run", "--root", "{root}", "--socket", "{root}/s2"], 11, "another ckptd already serves"),
+        (["run", "--root", "{root}2", "--socket", "{socket}"], 11, "another ckptd listens at"),
+        (["run", "--socket", "{root}/s2"], 2, "no root: say where checkpoints go with --root DIR"),
+        (["run", "--root", "/proc/nope", "--socket", "{root}/s2"], 1, "cannot use /proc/nope as "
+            "the root for checkpoints"),
+        (["run", "--root", "{root}", "--socket", "{root}/s2", "--codec", "lz5"], 2, "codec 'lz5' "
+            "is not known"),
+        (["run", "--root", "{root}", "--socket", "{root}/s2", "--config", "{root}/none.toml"], 2,
+        "cannot "
+            "read the config file"),
+        (["run", "--root", "{root}", "--socket", "/" + "x" * 200], 2, "an absolute path of at most "
+            "107 bytes"),
+    ],
+)  # fmt: skip
+def test_each_mistake_of_a_start_gives_one_sentence_and_its_exit_code(
+    trained: Daemon, arguments: list[str], code: int, words: str
+) -> None:
+    check_mistake(trained, forked, arguments, code, words)
+
+
+def check_mistake(
+    trained: Daemon,
+    run: Callable[..., subprocess.CompletedProcess[str]],
+    arguments: list[str],
+    code: int,
+    words: str,
+) -> None:
+    names = {"root": trained.home.root, "socket": trained.home.socket}
+    result = run(*(argument.format(**names) for argument in arguments))
+    assert (result.returncode, words.format(**names) in result.stderr) == (code, True), (
+        result.stderr
     )
-    words = words.format(root=trained.home.root)
-    assert (result.returncode, words in result.stderr) == (code, True), result.stderr
     assert "Traceback" not in result.stderr
     assert trained.status()["ready"]
 
@@ -505,7 +511,7 @@ def test_errors_are_printed_as_json_on_request(full: Daemon) -> None:
 
 @pytest.mark.usefixtures("processes")
 def test_help_shows_the_first_commands_of_a_newcomer() -> None:
-    result = ckptd("--help")
+    result = started("--help")
     assert result.returncode == 0
     for verb in ("run", "status", "ls", "show", "verify"):
         assert f"  {verb} " in result.stdout
@@ -561,7 +567,6 @@ def test_the_shell_is_offered_the_jobs_of_the_configured_root(
         assert completed(["show", "g"], root, monkeypatch) == "file,g", variable
 
 
-@pytest.mark.usefixtures("processes")
 @pytest.mark.parametrize(
     "typed",
     [

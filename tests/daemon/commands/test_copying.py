@@ -41,7 +41,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """A root with three checkpoints of one job, one of them pinned, and one of
     another job.
     """
-    with home() as place, running(place, "--codec", "raw", "--keep-last", "0"):
+    with home() as place, running(place, "--codec", "raw", "--keep-last", "0", forked=True):
         for job in ("gpt", "bert"):
             agent = Agent(job, socket=place.socket)
             for step in STEPS if job == "gpt" else STEPS[:1]:

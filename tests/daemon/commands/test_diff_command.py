@@ -20,8 +20,8 @@ from ckptd.daemon.commands.diff_command import difference_text
 from ckptd.shared import array_diff
 from ckptd.shared.array_diff import CheckpointDifference, ValueDifference
 from ckptd.shared.formats.manifest import Manifest
-from tests.daemon.commands.test_cli import ckptd
 from tests.support import stores
+from tests.support.commands import ckptd
 from tests.support.daemons import home, running
 from tests.support.storage import part_in
 

@@ -27,8 +27,8 @@ from ckptd.shared.storage import posix_probe
 from ckptd.shared.storage.bucket import Bucket
 from ckptd.shared.storage.object_store import ObjectStorage
 from tests.crash.images import Image, Unavailable
-from tests.daemon.commands.test_cli import ckptd
 from tests.support.cases import each_case
+from tests.support.commands import ckptd
 
 PLAN = limits.DescriptorPlan(slots=2)
 

@@ -20,9 +20,8 @@ from ckptd.daemon.commands.drain_command import Outcome, due_text, text
 from ckptd.daemon.memory.unsaved import UnsavedSnapshot
 from ckptd.shared.system import machine
 from ckptd.shared.wire import messages as m
-from tests.daemon.commands import test_cli
-from tests.daemon.commands.test_forgetting import ckptd
 from tests.support.cases import each_case
+from tests.support.commands import ckptd, started
 from tests.support.daemons import Daemon, Home, running, until
 from tests.support.trainers import vanish
 
@@ -47,7 +46,7 @@ def test_what_is_in_memory_is_saved_as_a_user_does_it(place: Home) -> None:
     """This case runs in processes of their own."""
     with running(place):
         agent = in_memory(place)
-        run = test_cli.ckptd("drain", place.root, "--deadline", 60)
+        run = started("drain", place.root, "--deadline", 60)
         assert (run.returncode, run.stdout, run.stderr) == (
             0, f"saved gpt/{TAG}\nnothing is owed to {place.root} any more\n", "",
         )  # fmt: skip

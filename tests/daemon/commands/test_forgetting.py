@@ -15,10 +15,8 @@ from typing import Any
 
 import pytest
 import torch
-from click.testing import CliRunner
 
 from ckptd.agent import Agent, BestN, Checkpoint, EveryNSteps, LatestN, PreserveAll
-from ckptd.daemon.commands.cli import main
 from ckptd.shared import names
 from ckptd.shared.errors import InvalidRequest, NotFound
 from ckptd.shared.formats.segment import read_header
@@ -26,30 +24,14 @@ from ckptd.shared.storage import locks
 from ckptd.shared.storage.locate import open_root
 from ckptd.shared.storage.repository import Repository
 from ckptd.shared.system import machine
-from tests.daemon.commands import test_cli
 from tests.support import forks
+from tests.support.commands import ckptd
 from tests.support.daemons import Daemon, Home, running, until
 from tests.support.ranks import HERE, Ranks
 from tests.support.strangers import KINDS, NOBODY, holding, is_another_user
 from tests.support.trainers import vanish
 
 pytestmark = pytest.mark.usefixtures("processes")
-
-
-def ckptd(
-    *arguments: object, environment: dict[str, str] | None = None
-) -> subprocess.CompletedProcess[str]:
-    """Run the command in this process, because a hundred other processes would take
-    minutes.
-    """
-    clean: dict[str, str | None] = {
-        key: None for key in os.environ if key.startswith(("CKPTD_", "XDG_RUNTIME"))
-    }
-    found = CliRunner().invoke(
-        main, [str(argument) for argument in arguments], env={**clean, **(environment or {})}
-    )
-    assert found.exception is None or isinstance(found.exception, SystemExit), found.exception
-    return subprocess.CompletedProcess([], found.exit_code, found.stdout, found.stderr)
 
 
 def train(place: Home, steps: Sequence[int], **options: Any) -> None:
@@ -109,8 +91,6 @@ def socket(processes: None, request: pytest.FixtureRequest, place: Home) -> Any:
 
 
 def test_forget_deletes_one_checkpoint(place: Home, socket: list[Any]) -> None:
-    """This case runs once in a process of its own, as a user does it."""
-    ckptd = test_cli.ckptd
     path = place.root / "gpt" / "step-00000003"
     assert rows(ckptd("forget", path, "--dry-run", "--json", *socket)) == [(tag(3), False, None)]
     assert (

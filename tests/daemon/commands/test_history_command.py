@@ -17,7 +17,7 @@ from ckptd.daemon.commands.history_command import history_text
 from ckptd.daemon.telemetry.background import LoggedEvent
 from ckptd.daemon.telemetry.history import History
 from ckptd.shared.system import machine
-from tests.daemon.commands.test_cli import ckptd
+from tests.support.commands import ckptd
 from tests.support.daemons import Home, holds, running
 
 
@@ -31,11 +31,13 @@ def save(place: Home, steps: int) -> None:
 @pytest.mark.usefixtures("processes")
 def test_the_history_outlives_the_daemon_and_its_checkpoints(place: Home) -> None:
     place_of = {"CKPTD_STATE_DIR": str(place.state)}
-    with running(place, "--keep-last", "1", "--log-level", "error") as daemon:
+    with running(place, "--keep-last", "1", "--log-level", "error", forked=True) as daemon:
         save(place, 3)
         asked = ("history", "gpt", "--socket", place.socket, "--event", "save.done", "--json")
         assert holds(lambda: len(json.loads(ckptd(*asked).stdout or "[]")) == 3, 60)
         told = json.loads(ckptd(*asked).stdout)
+        both = ("history", "--socket", place.socket, "--event", "checkpoint.deleted", "--json")
+        assert holds(lambda: len(json.loads(ckptd(*both).stdout or "[]")) == 2, 60)
         daemon.stop()
     assert [(one["event"], one["job"], one["facts"]["step"]) for one in told] == [
         ("save.done", "gpt", step) for step in (1, 2, 3)
@@ -56,7 +58,7 @@ def test_the_history_outlives_the_daemon_and_its_checkpoints(place: Home) -> Non
 
 @pytest.mark.usefixtures("processes")
 def test_a_daemon_may_keep_no_history(place: Home) -> None:
-    with running(place, "--no-history"):
+    with running(place, "--no-history", forked=True):
         told = ckptd("history", "--socket", place.socket)
     assert (told.returncode, told.stderr) == (
         10,

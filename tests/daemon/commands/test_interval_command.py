@@ -163,7 +163,7 @@ def test_the_costs_of_a_job_come_from_its_history(place: Home, monkeypatch: Any)
     monkeypatch.setenv("CKPTD_STATE_DIR", str(place.state))
     parameter = torch.zeros(100, requires_grad=True)
     optimizer = torch.optim.SGD([parameter])
-    with running(place):
+    with running(place, forked=True):
         agent = Agent("gpt", socket=place.socket)
         for number in range(1, 5):
             for _ in range(4):

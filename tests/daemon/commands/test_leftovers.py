@@ -16,7 +16,7 @@ import torch
 from ckptd.agent import Agent
 from ckptd.daemon.commands import leftovers
 from ckptd.daemon.commands.leftovers import Leftover
-from tests.daemon.commands.test_cli import ckptd
+from tests.support.commands import ckptd
 from tests.support.daemons import Daemon, Home
 from tests.support.trainers import vanish
 
@@ -29,7 +29,7 @@ def shm(tmp_path: Path) -> Path:
 @pytest.fixture
 def killed(processes: None, place: Home, shm: Path) -> Iterator[tuple[Home, Agent, Daemon]]:
     """A daemon that was killed while its trainer waits for the next one."""
-    daemon = Daemon(place, "--shm-dir", str(shm)).wait_ready()
+    daemon = Daemon(place, "--shm-dir", str(shm), forked=True).wait_ready()
     agent = Agent("gpt", socket=place.socket)
     agent.snapshot({"x": torch.ones(100_000)}, step=5, persist=False).wait("sealed", timeout=60)
     yield place, agent, daemon
@@ -81,7 +81,7 @@ def test_a_directory_that_came_into_use_is_not_deleted(
     listed = Leftover(path, "me", 1)
     assert not leftovers.delete(listed)  # its trainer lives
     vanish(agent)
-    again = Daemon(place, "--shm-dir", str(shm)).wait_ready()
+    again = Daemon(place, "--shm-dir", str(shm), forked=True).wait_ready()
     assert not leftovers.delete(listed)
     again.kill()
 

@@ -22,8 +22,8 @@ from ckptd.daemon.process.peers import is_stopped
 from ckptd.shared.errors import DaemonUnreachable, InvalidConfig
 from ckptd.shared.system import machine
 from ckptd.shared.wire.channel import NoDaemon
-from tests.daemon.commands.test_cli import ckptd
 from tests.support.cases import each_case
+from tests.support.commands import ckptd
 from tests.support.daemons import Daemon, Home, holds, home, running
 from tests.support.trainers import vanish
 

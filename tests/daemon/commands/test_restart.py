@@ -13,7 +13,7 @@ from ckptd.daemon.telemetry.background import LoggedEvent
 from ckptd.daemon.telemetry.history import History
 from ckptd.shared.location import located
 from ckptd.shared.system import machine
-from tests.daemon.commands.test_cli import ckptd
+from tests.support.commands import ckptd
 from tests.support.daemons import Home, holds, running
 
 
@@ -33,7 +33,7 @@ def ready(state: Path, root: Path, *sockets: str) -> Path:
 @pytest.mark.usefixtures("processes")
 def test_the_socket_of_a_killed_daemon_is_named(place: Home) -> None:
     state = {"CKPTD_STATE_DIR": str(place.state)}
-    with running(place) as daemon:
+    with running(place, forked=True) as daemon:
         asked = ("history", "--root", place.root, "--event", "daemon.ready")
         assert holds(lambda: "daemon.ready" in ckptd(*asked, environment=state).stdout, 60)
         daemon.kill()

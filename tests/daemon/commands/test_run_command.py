@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.daemon.commands.test_cli import ckptd
+from tests.support.commands import ckptd, forked
 from tests.support.daemons import Daemon, Home, running, until
 
 pytestmark = pytest.mark.usefixtures("processes")
@@ -49,46 +49,35 @@ def test_a_crash_in_native_code_leaves_a_traceback(daemon: Daemon) -> None:
 def test_an_unknown_setting_names_the_nearest(place: Home, tmp_path: Path) -> None:
     file = tmp_path / "c.toml"
     file.write_text(f'root = "{place.root}"\nkeep_lst = 3\n')
-    result = ckptd("run", "--config", file, "--socket", place.socket)
+    result = forked("run", "--config", file, "--socket", place.socket)
     assert result.returncode == 2
     assert "there is no setting 'keep_lst'; did you mean 'keep_last'?" in result.stderr
     assert not place.root.exists()
 
 
 def test_twenty_daemons_at_once_leave_one(place: Home) -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "ckptd.daemon",
-        "run",
-        "--root",
-        str(place.root),
-        "--socket",
-        str(place.socket),
-    ]
-    with ExitStack() as ended, place.log.open("ab") as log:
+    with ExitStack() as ended:
         started = []
         for _ in range(20):
-            started.append(ended.enter_context(subprocess.Popen(command, stderr=log)))
-            ended.callback(started[-1].kill)
+            started.append(Daemon(place, forked=True))
+            ended.callback(started[-1].close)
         until(
-            lambda: sum(process.poll() is not None for process in started) >= 19,
+            lambda: sum(daemon.process.poll() is not None for daemon in started) >= 19,
             "19 daemons that have ended",
         )
-        (left,) = [process for process in started if process.returncode is None]
-        assert [process.returncode for process in started if process is not left] == [11] * 19
+        (left,) = [daemon for daemon in started if daemon.process.poll() is None]
+        assert [daemon.died() for daemon in started if daemon is not left] == [11] * 19
         found = json.loads(ckptd("status", "--socket", place.socket, "--json").stdout)
-        assert found["pid"] == left.pid
-        left.send_signal(signal.SIGTERM)
-        assert left.wait(60) == 0
+        assert found["pid"] == left.process.pid
+        assert left.stop() == 0
     assert not place.socket.exists()
 
 
 def test_a_stale_socket_is_replaced(place: Home) -> None:
-    first = Daemon(place).wait_ready()
+    first = Daemon(place, forked=True).wait_ready()
     first.kill()
     assert place.socket.exists()
-    with running(place) as daemon:
+    with running(place, forked=True) as daemon:
         assert daemon.status()["ready"]
 
 
@@ -124,7 +113,7 @@ def test_systemd_gets_readiness_and_the_watchdog_message(place: Home) -> None:
         told.bind(str(place.path / "n"))
         told.settimeout(60)
         environment = {"NOTIFY_SOCKET": str(place.path / "n"), "WATCHDOG_USEC": "100000"}
-        with running(place, environment=environment) as daemon:
+        with running(place, environment=environment, forked=True) as daemon:
             assert told.recv(100) == b"READY=1"
             assert told.recv(100) == b"WATCHDOG=1"
             daemon.process.terminate()

@@ -10,7 +10,7 @@ import torch
 from ckptd.agent import Agent
 from ckptd.daemon.commands.stored_jobs import stored_jobs, stored_jobs_text
 from ckptd.shared.errors import NotFound
-from tests.daemon.commands.test_cli import ckptd
+from tests.support.commands import ckptd
 from tests.support.daemons import Home, running
 from tests.support.forged import forge
 from tests.support.trainers import vanish

@@ -152,12 +152,12 @@ def test_ctrl_c_and_sigterm_give_the_terminal_back(
 
 @pytest.mark.usefixtures("processes")
 def test_a_daemon_may_go_away_and_come_back(place: Home) -> None:
-    with running(place) as daemon, window(place.socket, columns=200) as shown:
+    with running(place, forked=True) as daemon, window(place.socket, columns=200) as shown:
         shown.until("no jobs yet")
         daemon.kill()
         text = shown.until(r"no answer since \d\d:\d\d:\d\d \(\d+ s\): ")
         assert "no jobs yet" in text
-        with running(place) as later:
+        with running(place, forked=True) as later:
             text = shown.until(rf"a new daemon \(pid {later.process.pid}\) has answered since ")
             assert re.search(r"after \d+ s without an answer", text)
             shown.press("q")

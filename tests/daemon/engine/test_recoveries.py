@@ -19,7 +19,7 @@ from ckptd.daemon.engine.recoveries import Recoveries
 from ckptd.daemon.log_events import event_of, facts_of
 from ckptd.shared.errors import InvalidRequest
 from ckptd.shared.wire import messages as m
-from tests.daemon.commands.test_cli import ckptd
+from tests.support.commands import ckptd
 from tests.support.daemons import Home, running, until
 from tests.support.events import logged
 from tests.support.ranks import Ranks
@@ -104,7 +104,7 @@ def train(socket: str, steps: int) -> tuple[int, str] | None:
 
 @pytest.mark.usefixtures("processes")
 def test_a_recovery_of_two_ranks_counts_once_and_is_in_the_history(place: Home) -> None:
-    with running(place, "--log-format", "json"):
+    with running(place, "--log-format", "json", forked=True):
         with Ranks(2) as ranks:
             assert ranks.call(train, str(place.socket), 1) == [None, None]
             assert ranks.call(train, str(place.socket), 0) == [(10, "storage")] * 2
@@ -129,7 +129,7 @@ def test_a_recovery_of_two_ranks_counts_once_and_is_in_the_history(place: Home) 
 def test_a_daemon_that_hangs_after_the_last_answer_delays_no_recovery(
     place: Home, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with running(place, "--log-format", "json") as daemon:
+    with running(place, "--log-format", "json", forked=True) as daemon:
         train(str(place.socket), 1)
         agent = Agent("gpt", socket=place.socket)
         monkeypatch.setattr(agent, "_prepare", lambda state: None)  # which asks the daemon

@@ -10,7 +10,6 @@ import re
 import shutil
 import signal
 import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -61,6 +60,7 @@ from tests.support.replaced_roots import (
     take_away,
     train_and_die,
 )
+from tests.support.scripts import python
 from tests.support.trainers import blank, expected, vanish
 
 # -- a daemon of the node
@@ -507,16 +507,10 @@ os.kill(os.getpid(), 9) if last != 9 else ckptd.close()
 
 
 def script(home: Home, first: int, last: int, **environ: str) -> subprocess.CompletedProcess[str]:
-    """Run the script as a user does.
-
-    It kills itself at its end, unless its last step is 9.
-    """
+    """Run the script. It kills itself at its end, unless its last step is 9."""
     path = home.path / "train.py"
     path.write_text(SCRIPT)
-    return subprocess.run(
-        [sys.executable, str(path), str(first), str(last)], env={**os.environ, **environ},
-        capture_output=True, text=True, timeout=300, check=False,
-    )  # fmt: skip
+    return python(path, first, last, environment={**os.environ, **environ}, timeout=300)
 
 
 @pytest.mark.usefixtures("processes")

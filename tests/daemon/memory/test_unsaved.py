@@ -25,8 +25,8 @@ from ckptd.shared.formats.segment import SegmentHeader, SlotState, write_header
 from ckptd.shared.storage.locate import open_root
 from ckptd.shared.system import machine
 from ckptd.shared.system.fs import closing_at_end
-from tests.daemon.commands.test_cli import ckptd
 from tests.shared.samples import write_checkpoint
+from tests.support.commands import ckptd
 from tests.support.daemons import Home, running, until
 from tests.support.trainers import vanish
 
@@ -50,11 +50,11 @@ def sealed(place: Home, step: int, *, persist: bool = False) -> Agent:
 def test_stop_on_a_full_disk_says_what_is_in_memory_only_and_the_next_daemon_saves_it(
     place: Home, alive: bool, persist: bool
 ) -> None:
-    with running(place, "--log-format", "json", failpoints=FULL) as daemon:
+    with running(place, "--log-format", "json", failpoints=FULL, forked=True) as daemon:
         agent = sealed(place, 8, persist=persist)
         if not alive:
             vanish(agent)
-        run = ckptd("stop", place.root)
+        run = ckptd("stop", "--socket", place.socket)
         assert (run.returncode, run.stdout) == (
             15,
             f"stopped pid {daemon.process.pid}, which served {place.root}\n",
@@ -76,7 +76,7 @@ def test_stop_on_a_full_disk_says_what_is_in_memory_only_and_the_next_daemon_sav
     assert "NOT SAVED: step 8 of job gpt (attempt 1) is in memory only, in " in said["text"]
     assert "No space left on device" in said["text"]
     vanish(agent)
-    with running(place) as daemon:
+    with running(place, forked=True) as daemon:
         assert daemon.stop() == 0
     with Checkpoint.open(place.root / "gpt", "newest") as checkpoint:
         assert (checkpoint.step, torch.equal(checkpoint.tensor("w"), STATE["w"] + 8)) == (8, True)
@@ -84,9 +84,9 @@ def test_stop_on_a_full_disk_says_what_is_in_memory_only_and_the_next_daemon_sav
 
 @pytest.mark.usefixtures("processes")
 def test_stop_as_json_lists_what_is_in_memory_only(place: Home) -> None:
-    with running(place, failpoints=FULL) as daemon:
+    with running(place, failpoints=FULL, forked=True) as daemon:
         agent = sealed(place, 8)
-        run = ckptd("stop", place.root, "--json")
+        run = ckptd("stop", "--socket", place.socket, "--json")
         row = {
             "job": "gpt",
             "attempt": 1,
@@ -105,13 +105,13 @@ def test_stop_as_json_lists_what_is_in_memory_only(place: Home) -> None:
 @pytest.mark.parametrize("tag", [None, "best"])
 def test_nothing_is_said_of_what_is_saved(place: Home, tag: str | None) -> None:
     """The segments of a trainer that lives stay for the next daemon."""
-    with running(place) as daemon:
+    with running(place, forked=True) as daemon:
         agent = Agent("gpt", socket=place.socket)
         for step in (1, 2):
             agent.snapshot(STATE, step=step, tag=tag if step == 2 else None).wait(
                 "durable", timeout=60
             )
-        run = ckptd("stop", place.root)
+        run = ckptd("stop", "--socket", place.socket)
         assert (run.returncode, run.stderr) == (0, "")
         assert len(place.segment_files()) == 2
         assert daemon.died() == 0
@@ -123,10 +123,14 @@ def test_nothing_is_said_of_what_is_saved(place: Home, tag: str | None) -> None:
 def test_what_is_on_the_stage_is_saved(place: Home) -> None:
     """The root is not needed for that."""
     with running(
-        place, "--stage", str(place.path / "stage"), failpoints="upload.intended=error(EIO)"
+        place,
+        "--stage",
+        str(place.path / "stage"),
+        failpoints="upload.intended=error(EIO)",
+        forked=True,
     ) as daemon:
         agent = sealed(place, 8)
-        run = ckptd("stop", place.root, "--json")
+        run = ckptd("stop", "--socket", place.socket, "--json")
         assert (run.returncode, json.loads(run.stdout)["unsaved"]) == (0, [])
         assert daemon.died() == 0
         vanish(agent)
@@ -135,9 +139,9 @@ def test_what_is_on_the_stage_is_saved(place: Home) -> None:
 
 @pytest.mark.usefixtures("processes")
 def test_stop_of_a_daemon_that_is_killed_meanwhile_says_what_is_in_memory_only(place: Home) -> None:
-    with running(place, failpoints="persist.writing=kill") as daemon:
+    with running(place, failpoints="persist.writing=kill", forked=True) as daemon:
         agent = sealed(place, 8)
-        run = ckptd("stop", place.root)
+        run = ckptd("stop", "--socket", place.socket)
         assert daemon.died() == -signal.SIGKILL
         assert run.returncode == 15
         assert "NOT SAVED: step 8 of job gpt (attempt 1) is in memory only" in run.stderr
@@ -146,9 +150,9 @@ def test_stop_of_a_daemon_that_is_killed_meanwhile_says_what_is_in_memory_only(p
 
 @pytest.mark.usefixtures("processes")
 def test_stop_that_does_not_wait_longer_says_what_is_in_memory_only_until_then(place: Home) -> None:
-    with running(place, failpoints="persist.writing=sleep(20)") as daemon:
+    with running(place, failpoints="persist.writing=sleep(20)", forked=True) as daemon:
         agent = sealed(place, 8)
-        run = ckptd("stop", place.root, "--timeout", "0.5")
+        run = ckptd("stop", "--socket", place.socket, "--timeout", "0.5")
         assert (run.returncode, run.stdout) == (11, "")
         assert (
             f"until then, step 8 of job gpt (attempt 1) is in memory only, in {place.segments}: "
@@ -166,7 +170,7 @@ def test_stop_that_does_not_wait_longer_says_what_is_in_memory_only_until_then(p
 @pytest.mark.usefixtures("processes")
 def test_the_line_at_the_signal_names_what_is_being_saved(place: Home) -> None:
     """After TimeoutStopSec systemd kills the daemon, which can say nothing then."""
-    with running(place) as daemon:
+    with running(place, forked=True) as daemon:
         agent = sealed(place, 8)
         until(lambda: daemon.status()["jobs"][0]["last_sealed"] is not None, "the seal")
         assert daemon.stop() == 0

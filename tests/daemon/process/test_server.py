@@ -63,7 +63,7 @@ def hello(number: int = 1) -> bytes:
 
 @pytest.mark.usefixtures("processes")
 def test_a_rank_that_hangs_up_while_its_attempt_begins_is_not_connected(place: Home) -> None:
-    with running(place, failpoints="attempt.claiming=sleep(1)") as daemon:
+    with running(place, failpoints="attempt.claiming=sleep(1)", forked=True) as daemon:
         channel = Channel(place.socket, 30.0)
         channel.send(m.Begin(id=channel.new_id(), job="gpt", rank=0, world_size=1))
         channel.close()
@@ -109,7 +109,7 @@ def test_a_client_that_does_not_know_waiting_does_not_get_it(
 def test_a_client_that_does_not_know_remarks_does_not_get_them(
     place: Home, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with running(place, "--root-quota", "1"):
+    with running(place, "--root-quota", "1", forked=True):
         monkeypatch.setattr("ckptd.shared.wire.session.REMARKS", "another feature")
         agent = Agent("old", socket=place.socket)
         agent.snapshot({"x": torch.ones(3)}, step=1).wait("durable", timeout=60)
@@ -150,7 +150,7 @@ def test_progress_after_a_failed_begin_is_kept_until_the_next_begin(place: Home)
     before.
     """
     with running(
-        place, failpoints="persist.intended=sleep(1)@1,attempt.claiming=error(EIO)@2"
+        place, failpoints="persist.intended=sleep(1)@1,attempt.claiming=error(EIO)@2", forked=True
     ) as daemon:
         agent = Agent("gpt", socket=place.socket)
         pending = agent.snapshot({"x": torch.ones(3)}, step=1)
@@ -296,7 +296,7 @@ def test_half_frames_and_silent_clients_do_not_delay_others(daemon: Daemon) -> N
 
 @pytest.mark.usefixtures("processes")
 def test_connections_beyond_the_limit_get_an_error(place: Home) -> None:
-    with running(place, environment={"CKPTD_MAX_CONNECTIONS": "3"}) as daemon:
+    with running(place, environment={"CKPTD_MAX_CONNECTIONS": "3"}, forked=True) as daemon:
         held = [Channel(place.socket, 30) for _ in range(3)]
         with pytest.raises(errors.Busy, match="this daemon has 3 clients already; try again later"):
             Channel(place.socket, 30)
@@ -458,7 +458,7 @@ def test_a_huge_name_in_a_foreign_manifest_does_not_break_recover(daemon: Daemon
 
 def running_again(daemon: Daemon) -> Any:
     daemon.stop()
-    return running(daemon.home)
+    return running(daemon.home, forked=True)
 
 
 def test_another_user_is_refused(daemon: Daemon) -> None:

@@ -58,7 +58,7 @@ def home() -> Iterator[Home]:
 
 
 def test_a_chain_grows_once_two_checkpoints_lie_outside_it(home: Home) -> None:
-    with running(home, "--keep", "PreserveAll()"):
+    with running(home, "--keep", "PreserveAll()", forked=True):
         training = Training(home)
         training.train(7)
         training.agent.close()
@@ -67,7 +67,7 @@ def test_a_chain_grows_once_two_checkpoints_lie_outside_it(home: Home) -> None:
 
 def test_of_few_checkpoints_one_always_lies_outside_the_chain(home: Home) -> None:
     """With three that are kept, each second one is whole."""
-    with running(home, "--keep-last", "3"):
+    with running(home, "--keep-last", "3", forked=True):
         training = Training(home)
         training.train(8)
         training.agent.close()
@@ -78,7 +78,7 @@ def test_of_few_checkpoints_one_always_lies_outside_the_chain(home: Home) -> Non
 
 @pytest.mark.parametrize("options", [("--deltas", "off"), ("--codec", "raw")])
 def test_a_daemon_without_deltas_stores_whole_chunks(home: Home, options: tuple[str]) -> None:
-    with running(home, *options):
+    with running(home, *options, forked=True):
         training = Training(home)
         training.train(5)
         training.agent.close()
@@ -86,7 +86,7 @@ def test_a_daemon_without_deltas_stores_whole_chunks(home: Home, options: tuple[
 
 
 def test_snapshots_in_memory_leave_the_base_alone_if_there_is_a_third_slot(home: Home) -> None:
-    with running(home, "--slots", "3"):
+    with running(home, "--slots", "3", forked=True):
         training = Training(home)
         training.train(14, every=2)
         training.agent.close()
@@ -94,7 +94,7 @@ def test_snapshots_in_memory_leave_the_base_alone_if_there_is_a_third_slot(home:
 
 
 def test_with_two_slots_the_log_says_why_there_are_no_deltas(home: Home) -> None:
-    with running(home):
+    with running(home, forked=True):
         training = Training(home)
         training.train(12, every=2)
         training.agent.close()
@@ -103,7 +103,7 @@ def test_with_two_slots_the_log_says_why_there_are_no_deltas(home: Home) -> None
 
 
 def test_a_new_attempt_begins_whole(home: Home) -> None:
-    with running(home):
+    with running(home, forked=True):
         first = Training(home)
         first.train(5)
         first.agent.close()
@@ -124,7 +124,7 @@ def test_a_tensor_whose_deltas_are_too_long_for_a_chain_does_not_keep_others_who
     # Of another size of words, and therefore in chunks of its own.
     moment = torch.randn(1_000_000, generator=numbers, dtype=torch.double)
     lengths, came_back = [], []
-    with running(home, "--codec", "planes"):
+    with running(home, "--codec", "planes", forked=True):
         training = Training(home)
         for step in range(1, 7):
             training.weight[step] += 1
@@ -140,10 +140,10 @@ def test_a_tensor_whose_deltas_are_too_long_for_a_chain_does_not_keep_others_who
 
 
 def test_a_restarted_daemon_begins_whole(home: Home) -> None:
-    with running(home):
+    with running(home, forked=True):
         training = Training(home)
         training.train(5)
-    with running(home):
+    with running(home, forked=True):
         training.train(3)
         training.agent.close()
         assert training.chains() == [0, 0, 0, 1, 2, 0, 1, 2]

@@ -101,7 +101,7 @@ def test_a_daemon_warns_of_the_root_and_limits_the_job(
     """
     state = {"w": torch.arange(250_000.0)}  # 1 MB
     options = ("--codec", "raw", "--root-quota", "1500kB", "--log-format", "json")
-    with running(place, *options) as daemon:
+    with running(place, *options, forked=True) as daemon:
         agent = Agent("gpt", socket=place.socket, retention=[MaxBytes("3500kB")])
         for step in range(1, 6):
             state["w"] = state["w"] + 1

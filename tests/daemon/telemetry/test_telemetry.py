@@ -69,7 +69,9 @@ def until(condition: Callable[[], bool]) -> None:
 @pytest.mark.usefixtures("processes")
 def test_a_save_is_seen_over_a_unix_socket_and_in_the_file(place: Home) -> None:
     file, path = place.path / "ckptd.prom", place.path / "m"
-    with running(place, "--http", f"unix:{path}", "--metrics-file", str(file)) as daemon:
+    with running(
+        place, "--http", f"unix:{path}", "--metrics-file", str(file), forked=True
+    ) as daemon:
         assert get(place, "/healthz")[0] == 200
         assert get(place, "/readyz") == (200, "the daemon is ready\n")
         assert "ckptd_build_info" in file.read_text()
@@ -101,7 +103,9 @@ def _train(path: Path) -> None:
 
 @pytest.mark.usefixtures("processes")
 def test_a_loop_that_is_stuck_is_seen(place: Home) -> None:
-    with running(place, "--http", "127.0.0.1:0", failpoints="slot.passing=hang") as daemon:
+    with running(
+        place, "--http", "127.0.0.1:0", failpoints="slot.passing=hang", forked=True
+    ) as daemon:
         until(lambda: value(place, "ckptd_jobs") == 0)
         trainer = context().Process(target=_train, args=(place.socket,), daemon=True)
         trainer.start()
