@@ -51,6 +51,7 @@ from tests.crash import (
     peers,
     places,
     power,
+    properties,
     reads,
     rollbacks,
     segments,
@@ -361,6 +362,7 @@ RIGS: dict[str, Rig] = {
     "oracle-ranks": Rig(
         Alike("recoveries on two ranks", "pairs of programs", oracle.run_spread), (2000,)
     ),
+    "properties": Rig(Alike("properties, with fresh seeds", "properties", properties.run), (2000,)),
     "model-engine": Rig(
         Alike("orders of events in the engine", "lives", interleavings.run), (20_000,)
     ),
