@@ -20,20 +20,20 @@ def test_a_test_that_is_gone_needs_a_line() -> None:
     assert moved.problems(BEFORE, NOW, []) == [
         "tests/test_a.py::test_gone is gone, and no line says why"
     ]
-    line = ["tests/test_a.py::test_gone", "replaced", "tests/test_b.py::test_new", "one loop"]
+    line = ["tests/test_a.py::test_gone", "tests/test_b.py::test_new", "replaced", "one loop"]
     assert moved.problems(BEFORE, NOW, [line]) == []
 
 
 def test_wrong_lines_are_named() -> None:
     gone, kept = "tests/test_a.py::test_gone", "tests/test_a.py::test_kept"
     lines = [
-        [gone, "replaced", "tests/test_b.py::test_no", "one loop"],
-        [kept, "deleted", "-", "shows nothing"],
-        ["tests/test_c.py::test_never", "deleted", "-", "shows nothing"],
+        [gone, "tests/test_b.py::test_no", "replaced", "one loop"],
+        [kept, "-", "deleted", "shows nothing"],
+        ["tests/test_c.py::test_never", "-", "deleted", "shows nothing"],
     ]
     assert moved.problems(BEFORE, NOW, lines) == [
         f"{gone} is said to be replaced by tests/test_b.py::test_no, which is not there",
         f"{kept} is said to be deleted, and is there",
         "tests/test_c.py::test_never was never there",
     ]
-    assert len(moved.problems(BEFORE, NOW, [[gone, "deleted", "-", ""]])) == 1
+    assert len(moved.problems(BEFORE, NOW, [[gone, "-", "deleted", ""]])) == 1

@@ -2,7 +2,7 @@
 
 A test function that still stands in its file under its name is kept. `tests/moved.tsv`
 has a line for each other one, and for each one whose cases were merged: the function,
-`replaced` or `deleted`, by which test, and why. This checks that no function of the
+by which test it was replaced, `replaced` or `deleted`, and why. This checks that no function of the
 commit is missing from both, and that no line is wrong. It needs git; `--write` adds the
 missing lines of the files given, which have the same columns.
 """
@@ -18,7 +18,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 TABLE = ROOT / "tests" / "moved.tsv"
-HEAD = ["test", "what", "by", "why"]
+HEAD = ["test", "by", "what", "why"]
 
 
 def functions(source: str, path: str) -> Iterator[str]:
@@ -54,7 +54,7 @@ def now() -> set[str]:
 def problems(before: set[str], present: set[str], rows: Iterable[list[str]]) -> list[str]:
     """Return what is wrong with the rows of the table, a sentence each."""
     found, told = [], set()
-    for test, what, by, why in rows:
+    for test, by, what, why in rows:
         told.add(test)
         if test not in before:
             found.append(f"{test} was never there")
@@ -84,14 +84,16 @@ def main(arguments: list[str]) -> int:
     rows = {row[0]: row for row in (read(TABLE) if TABLE.exists() else [])}
     if arguments[1:2] == ["--write"]:
         for path in arguments[2:]:
-            rows |= {row[0]: row for row in read(Path(path)) if row[0] in before}
+            rows |= {
+                row[0]: row for row in read(Path(path)) if row[0] in before and row[2] != "kept"
+            }
         with TABLE.open("w", newline="") as file:
             csv.writer(file, delimiter="\t", lineterminator="\n").writerows(
                 [HEAD, *(rows[test] for test in sorted(rows))]
             )
     found = problems(before, present, rows.values())
     print(*found, sep="\n")
-    replaced = sum(what == "replaced" for _, what, _, _ in rows.values())
+    replaced = sum(what == "replaced" for _, _, what, _ in rows.values())
     print(
         f"{len(before)} test functions: {len(before) - len(rows)} kept as they were, "
         f"{replaced} replaced, {len(rows) - replaced} deleted; {len(found)} problems"

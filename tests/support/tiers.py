@@ -25,8 +25,8 @@ from tests.support import forks
 
 PROMISES = Path(__file__).parents[2] / "docs" / "explanation" / "promises.md"
 MAY_SKIP = re.compile(
-    "accelerator|CUDA|Chromium|promtool|prometheus|deepspeed|ray|torchtitan|torch_checkpointing"
-    "|torchdata|triton|torch"
+    r"\b(accelerator|CUDA|Chromium|promtool|prometheus|deepspeed|ray|torchtitan|torchdata|triton"
+    r"|torch_checkpointing|torch)\b"
 )
 """What a machine that runs all tests may lack: everything else must be there in CI."""
 _SPAWNS = ("subprocess.Popen", "os.posix_spawn")
