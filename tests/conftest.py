@@ -26,6 +26,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 from tests.support import tiers
 from tests.support.daemons import Daemon, Home, home, running
+from tests.support.shared_daemon import LentDaemon, SharedDaemon, add_log
 
 # Settings of the user would reach the commands and trainers that tests run in this process.
 for _name in [name for name in os.environ if name.startswith("CKPTD_")]:
@@ -99,6 +100,29 @@ def daemon(place: Home, processes: None) -> Iterator[Daemon]:
     """
     with running(place, forked=True) as started:
         yield started
+
+
+@pytest.fixture(scope="session")
+def _daemon_of_worker() -> Iterator[SharedDaemon]:
+    made = SharedDaemon()
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def shared_daemon(_daemon_of_worker: SharedDaemon) -> Iterator[LentDaemon]:
+    """A daemon that other tests use too, for tests that only save and load, as `job`."""
+    with _daemon_of_worker.lent() as lent:
+        yield lent
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item,
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    add_log(report, item)
+    return report
 
 
 @pytest.fixture(scope="session")

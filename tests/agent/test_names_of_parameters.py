@@ -26,6 +26,7 @@ from ckptd.shared import errors
 from tests.golden import make_names
 from tests.golden.make_names import STEP, layers, made, train
 from tests.support.daemons import Daemon
+from tests.support.shared_daemon import LentDaemon
 
 ARCHIVE = Path(__file__).parents[1] / "golden" / "v1" / "names.tar.xz"
 compiled: Callable[[nn.Module], Any] = partial(torch.compile, backend="eager")
@@ -33,8 +34,8 @@ State = dict[str, Any]
 
 
 @pytest.fixture
-def agent(daemon: Daemon) -> Any:
-    made = Agent("job", socket=daemon.home.socket)
+def agent(shared_daemon: LentDaemon) -> Any:
+    made = Agent(shared_daemon.job, socket=shared_daemon.home.socket)
     yield made
     if not made.closed:
         made.close()
@@ -199,14 +200,14 @@ def test_an_average_beside_the_model_changes_no_name(agent: Agent) -> None:
 
 
 def test_the_average_of_a_wrapped_model_recovers_as_that_of_the_model(
-    agent: Agent, daemon: Daemon
+    agent: Agent, shared_daemon: LentDaemon
 ) -> None:
     model = layers()
     saved = {"ema": AveragedModel(nn.DataParallel(model))}
     for _ in range(2):
         saved["ema"].update_parameters(nn.DataParallel(layers()))
     agent.snapshot(saved, step=1).wait("durable", timeout=60)
-    with Checkpoint.open(daemon.home.root / "job", 1) as checkpoint:
+    with Checkpoint.open(shared_daemon.directory, 1) as checkpoint:
         assert list(checkpoint.load()["ema"]) == ["n_averaged", *layers().state_dict()]
     into = {"ema": AveragedModel(compiled(layers()))}
     agent.recover(into)
@@ -291,11 +292,11 @@ def live(state: State) -> list[torch.Tensor]:
     ]
 
 
-def test_a_bare_parameter_has_its_key_as_its_name(agent: Agent, daemon: Daemon) -> None:
+def test_a_bare_parameter_has_its_key_as_its_name(agent: Agent, shared_daemon: LentDaemon) -> None:
     saved, into = scaled(), scaled(1, first=False)
     train(saved)
     agent.snapshot(saved, step=1).wait("durable", timeout=60)
-    with Checkpoint.open(daemon.home.root / "job", 1) as checkpoint:
+    with Checkpoint.open(shared_daemon.directory, 1) as checkpoint:
         assert list(checkpoint.load()["optim"]["state"]) == ["scale", *layers().state_dict()]
     agent.recover(into)
     for _ in range(2):
@@ -304,11 +305,13 @@ def test_a_bare_parameter_has_its_key_as_its_name(agent: Agent, daemon: Daemon) 
         train(into)
 
 
-def test_a_parameter_without_a_name_leaves_the_others_theirs(agent: Agent, daemon: Daemon) -> None:
+def test_a_parameter_without_a_name_leaves_the_others_theirs(
+    agent: Agent, shared_daemon: LentDaemon
+) -> None:
     saved, into = scaled(key=""), scaled(1, key="", first=False)
     train(saved)
     agent.snapshot(saved, step=1).wait("durable", timeout=60)
-    with Checkpoint.open(daemon.home.root / "job", 1) as checkpoint:
+    with Checkpoint.open(shared_daemon.directory, 1) as checkpoint:
         assert list(checkpoint.load()["optim"]["state"]) == [0, *layers().state_dict()]
     agent.recover(into)
     mine, theirs = in_order(into), in_order(saved)

@@ -24,7 +24,8 @@ from ckptd.agent.link.slot_requests import SlotRequest
 from ckptd.shared import errors
 from ckptd.shared.formats.segment import SlotState
 from ckptd.shared.wire import messages as m
-from tests.support.daemons import Daemon, until
+from tests.support.daemons import until
+from tests.support.shared_daemon import LentDaemon
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:torch.distributed is disabled", "ignore::FutureWarning"
@@ -37,8 +38,13 @@ WORDS = (
 
 
 @pytest.fixture
-def agent(daemon: Daemon) -> Iterator[Agent]:
-    made = Agent("job", socket=daemon.home.socket)
+def daemon(shared_daemon: LentDaemon) -> LentDaemon:
+    return shared_daemon
+
+
+@pytest.fixture
+def agent(daemon: LentDaemon) -> Iterator[Agent]:
+    made = Agent(daemon.job, socket=daemon.home.socket)
     made.snapshot({"w": torch.arange(10.0)}, step=0).wait("durable", timeout=60)
     yield made
     if not made.closed:
@@ -137,10 +143,10 @@ def test_a_snapshot_from_a_handler_while_a_request_is_sent_is_refused(
 
 
 def test_a_snapshot_from_a_handler_while_the_agent_is_made_is_refused(
-    daemon: Daemon, monkeypatch: pytest.MonkeyPatch
+    daemon: LentDaemon, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CKPTD_SOCKET", str(daemon.home.socket))
-    monkeypatch.setenv("CKPTD_JOB", "job")
+    monkeypatch.setenv("CKPTD_JOB", daemon.job)
     nested: list[Any] = []
     original = Client.__init__
     with alarm(lambda: nested.append(default.snapshot({"w": torch.zeros(1)}, step=1))) as ring:
@@ -168,15 +174,13 @@ def test_a_schedule_called_inside_a_call_loses_no_due_step(agent: Agent) -> None
 
 @pytest.mark.parametrize("tag", ["inner", "step-5"])
 def test_a_save_through_dcp_inside_a_snapshot_is_refused(
-    agent: Agent, daemon: Daemon, tag: str
+    agent: Agent, daemon: LentDaemon, tag: str
 ) -> None:
     def save() -> None:
         try:
             dcp.save(
                 {"x": torch.ones(1)},
-                storage_writer=StorageWriter(
-                    daemon.home.root / "job" / tag, socket=daemon.home.socket
-                ),
+                storage_writer=StorageWriter(daemon.directory / tag, socket=daemon.home.socket),
             )
         except CheckpointException as error:
             refusals.append(str(error))
@@ -190,12 +194,12 @@ def test_a_save_through_dcp_inside_a_snapshot_is_refused(
 
 
 def test_a_save_through_dcp_inside_another_one_is_refused(
-    daemon: Daemon, monkeypatch: pytest.MonkeyPatch
+    daemon: LentDaemon, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def save(tag: str) -> None:
         dcp.save(
             {"x": torch.ones(1)},
-            storage_writer=StorageWriter(daemon.home.root / "job" / tag, socket=daemon.home.socket),
+            storage_writer=StorageWriter(daemon.directory / tag, socket=daemon.home.socket),
         )
 
     def handler() -> None:
@@ -274,7 +278,7 @@ def test_ctrl_c_during_a_slot_request_gives_the_slot_back(
 
 
 def test_ctrl_c_after_the_seal_hands_it_over(
-    agent: Agent, daemon: Daemon, monkeypatch: pytest.MonkeyPatch
+    agent: Agent, daemon: LentDaemon, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     original = MappedSlot.seal
 
@@ -288,7 +292,7 @@ def test_ctrl_c_after_the_seal_hands_it_over(
         with pytest.raises(KeyboardInterrupt):
             agent.snapshot({"w": torch.full((10,), 7.0)}, step=7)
     until(
-        lambda: (daemon.home.root / "job" / "step-00000007.a0001" / "manifest.json").exists(),
+        lambda: (daemon.directory / "step-00000007.a0001" / "manifest.json").exists(),
         "save of what was sealed",
     )
     assert agent.last_step == 7
@@ -336,7 +340,7 @@ def test_ctrl_c_in_recover_begins_the_attempt_again(
 
 
 def test_close_can_be_called_again_after_ctrl_c(
-    agent: Agent, daemon: Daemon, monkeypatch: pytest.MonkeyPatch
+    agent: Agent, daemon: LentDaemon, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def interrupt(*_: Any) -> None:
         raise KeyboardInterrupt

@@ -24,7 +24,7 @@ from ckptd.agent import Agent, Checkpoint
 from ckptd.agent.plan.layout import memory
 from ckptd.shared import errors
 from ckptd.shared.formats.plan import ITEM_SIZES
-from tests.support.daemons import Daemon
+from tests.support.shared_daemon import LentDaemon
 
 DTYPES = sorted(
     {
@@ -99,23 +99,28 @@ def same(one: Any, other: Any) -> bool:
 
 
 @pytest.fixture
-def agent(daemon: Daemon) -> Any:
-    made = Agent("job", socket=daemon.home.socket)
+def daemon(shared_daemon: LentDaemon) -> LentDaemon:
+    return shared_daemon
+
+
+@pytest.fixture
+def agent(daemon: LentDaemon) -> Any:
+    made = Agent(daemon.job, socket=daemon.home.socket)
     yield made
     if not made.closed:
         made.close()
 
 
-def saved(agent: Agent, daemon: Daemon, state: Any, step: int = 1, **options: Any) -> Any:
+def saved(agent: Agent, daemon: LentDaemon, state: Any, step: int = 1, **options: Any) -> Any:
     """Save the state, and load it as a fresh tree."""
     agent.snapshot(state, step=step, **options).wait("durable", timeout=60)
-    with Checkpoint.open(daemon.home.root / "job", step) as checkpoint:
+    with Checkpoint.open(daemon.directory, step) as checkpoint:
         checkpoint.verify()
         return checkpoint.load()
 
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf support")
-def test_every_dtype_comes_back(agent: Agent, daemon: Daemon) -> None:
+def test_every_dtype_comes_back(agent: Agent, daemon: LentDaemon) -> None:
     state = {str(dtype): patterned(dtype, 1003) for dtype in DTYPES}
     before = {key: raw_bytes(value) for key, value in state.items()}
     assert same(saved(agent, daemon, state), state)
@@ -130,7 +135,7 @@ def test_every_dtype_comes_back(agent: Agent, daemon: Daemon) -> None:
 )
 @pytest.mark.filterwarnings("ignore:ComplexHalf support")
 def test_a_dtype_that_the_format_does_not_list(
-    agent: Agent, daemon: Daemon, monkeypatch: pytest.MonkeyPatch, name: str
+    agent: Agent, daemon: LentDaemon, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     monkeypatch.delitem(ITEM_SIZES, name)
     dtype = getattr(torch, name)
@@ -145,7 +150,7 @@ def test_a_dtype_that_the_format_does_not_list(
     assert {key: (value.dtype, raw_bytes(value)) for key, value in tree.items()} == {
         key: (dtype, found) for key, found in before.items()
     }
-    with Checkpoint.open(daemon.home.root / "job") as checkpoint:
+    with Checkpoint.open(daemon.directory) as checkpoint:
         assert (
             checkpoint.manifest.metadata["state_dict_metadata"]["plain"]["dtype"]
             == f"{name}/{dtype.itemsize}"
@@ -162,7 +167,7 @@ def test_a_dtype_that_the_format_does_not_list(
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf support")
 def test_a_conjugate_view_of_a_dtype_that_torch_cannot_copy_everywhere(
-    agent: Agent, daemon: Daemon
+    agent: Agent, daemon: LentDaemon
 ) -> None:
     original = patterned(torch.complex32, 5)
     tree = saved(agent, daemon, {"view": original.conj()})
@@ -189,7 +194,7 @@ def test_a_conjugate_view_that_torch_cannot_resolve(
         agent.close()
 
 
-def test_shapes_and_strides_come_back(agent: Agent, daemon: Daemon) -> None:
+def test_shapes_and_strides_come_back(agent: Agent, daemon: LentDaemon) -> None:
     base = torch.arange(4 * 6 * 5 * 7, dtype=torch.float32).view(4, 6, 5, 7)
     state = {
         "zero_dim": torch.tensor(3.5),
@@ -220,7 +225,7 @@ def test_shapes_and_strides_come_back(agent: Agent, daemon: Daemon) -> None:
     }
 
 
-def test_shared_storage_is_stored_once_and_shared_again(agent: Agent, daemon: Daemon) -> None:
+def test_shared_storage_is_stored_once_and_shared_again(agent: Agent, daemon: LentDaemon) -> None:
     big = torch.randn(1000, 100)
     buffer = torch.arange(20, dtype=torch.int32)
     state = {
@@ -229,7 +234,7 @@ def test_shared_storage_is_stored_once_and_shared_again(agent: Agent, daemon: Da
     }  # fmt: skip
     pending = agent.snapshot(state, step=1)
     pending.wait("durable", timeout=60)
-    with Checkpoint.open(daemon.home.root / "job") as checkpoint:
+    with Checkpoint.open(daemon.directory) as checkpoint:
         assert sum(part.raw_bytes for part in checkpoint.manifest.parts) < big.nbytes * 1.2
         tree = checkpoint.load()
         assert same(checkpoint.tensor("rows"), big[10:20])
@@ -245,7 +250,7 @@ def test_shared_storage_is_stored_once_and_shared_again(agent: Agent, daemon: Da
     assert tree["whole"].untyped_storage().data_ptr() != tree["evens"].untyped_storage().data_ptr()
 
 
-def test_sharing_that_changes_between_snapshots(agent: Agent, daemon: Daemon) -> None:
+def test_sharing_that_changes_between_snapshots(agent: Agent, daemon: LentDaemon) -> None:
     one, two = torch.randn(50), torch.randn(50)
     assert same(saved(agent, daemon, {"a": one, "b": two}, 1), {"a": one, "b": two})
     assert same(saved(agent, daemon, {"a": one, "b": one}, 2), {"a": one, "b": one})
@@ -260,7 +265,7 @@ def test_sharing_that_changes_between_snapshots(agent: Agent, daemon: Daemon) ->
     assert same(saved(agent, daemon, {"a": one, "b": two}, 5), {"a": one, "b": two})
 
 
-def test_plain_values_come_back_with_their_types(agent: Agent, daemon: Daemon) -> None:
+def test_plain_values_come_back_with_their_types(agent: Agent, daemon: LentDaemon) -> None:
     state: dict[Any, Any] = {
         "none": None, "true": True, "int": -(2**63), "big": 2**200, "float": 0.1, "nan": math.nan,
         "inf": -math.inf, "zero": -0.0, "text": "größer\n\0", "bytes": b"\0\xff",
@@ -285,7 +290,7 @@ def test_plain_values_come_back_with_their_types(agent: Agent, daemon: Daemon) -
     assert same(into, state)
 
 
-def test_values_return_into_the_callers_own_containers(agent: Agent, daemon: Daemon) -> None:
+def test_values_return_into_the_callers_own_containers(agent: Agent, daemon: LentDaemon) -> None:
     inner: dict[str, Any] = {"lr": 0.1, "t": torch.ones(2)}
     history = [1.0, 2.0]
     state = {"inner": inner, "history": history, "pair": (torch.ones(3), 5), "step": 10}
@@ -349,7 +354,7 @@ OPTIMIZERS = {
 @pytest.mark.parametrize("kind", [kind for kind, make in OPTIMIZERS.items() if make])
 @pytest.mark.parametrize("fresh", [True, False])
 def test_training_continues_bit_for_bit(
-    agent: Agent, daemon: Daemon, kind: str, fresh: bool
+    agent: Agent, daemon: LentDaemon, kind: str, fresh: bool
 ) -> None:
     make = OPTIMIZERS[kind]
     assert make is not None
@@ -402,7 +407,7 @@ def test_numpys_generator_continues_its_sequence(agent: Agent, kind: Any) -> Non
         generators.set_bit_generator(before)
 
 
-def test_an_optimizer_without_state_is_captured_as_empty(agent: Agent, daemon: Daemon) -> None:
+def test_an_optimizer_without_state_is_captured_as_empty(agent: Agent, daemon: LentDaemon) -> None:
     net = Net()
     optimizer = torch.optim.AdamW(net.parameters())
     tree = saved(agent, daemon, {"net": net, "optim": optimizer})
@@ -413,7 +418,7 @@ def test_an_optimizer_without_state_is_captured_as_empty(agent: Agent, daemon: D
     assert len(optimizer.state) == 0
 
 
-def test_optimizer_state_is_named_by_parameter(agent: Agent, daemon: Daemon) -> None:
+def test_optimizer_state_is_named_by_parameter(agent: Agent, daemon: LentDaemon) -> None:
     net = Net()
     groups: list[dict[str, Any]] = [
         {"params": [net.embed.weight]},
@@ -422,7 +427,7 @@ def test_optimizer_state_is_named_by_parameter(agent: Agent, daemon: Daemon) -> 
     optimizer = torch.optim.AdamW(groups)
     train(net, optimizer)
     agent.snapshot({"net": net, "optim": optimizer}, step=1).wait("durable", timeout=60)
-    with Checkpoint.open(daemon.home.root / "job") as checkpoint:
+    with Checkpoint.open(daemon.directory) as checkpoint:
         assert same(
             checkpoint.tensor("optim.state.norm.bias.exp_avg"),
             optimizer.state[net.norm.bias]["exp_avg"],
@@ -435,7 +440,9 @@ def test_optimizer_state_is_named_by_parameter(agent: Agent, daemon: Daemon) -> 
     assert tree["optim"]["param_groups"][1]["lr"] == 0.5
 
 
-def test_optimizer_of_foreign_parameters_keeps_its_numbers(agent: Agent, daemon: Daemon) -> None:
+def test_optimizer_of_foreign_parameters_keeps_its_numbers(
+    agent: Agent, daemon: LentDaemon
+) -> None:
     parameter = torch.nn.Parameter(torch.ones(4))
     optimizer = torch.optim.Adam([parameter])
     parameter.sum().backward()
@@ -448,7 +455,7 @@ def test_optimizer_of_foreign_parameters_keeps_its_numbers(agent: Agent, daemon:
     assert same(other.state[parameter]["exp_avg"], wanted)
 
 
-def test_bf16_parameters_keep_fp32_state(agent: Agent, daemon: Daemon) -> None:
+def test_bf16_parameters_keep_fp32_state(agent: Agent, daemon: LentDaemon) -> None:
     parameter = torch.nn.Parameter(torch.ones(4).bfloat16())
     optimizer = torch.optim.Adam([parameter])
     moments = {
@@ -463,7 +470,7 @@ def test_bf16_parameters_keep_fp32_state(agent: Agent, daemon: Daemon) -> None:
     assert same(dict(other.state[parameter]), moments)
 
 
-def test_state_dicts_instead_of_objects(agent: Agent, daemon: Daemon) -> None:
+def test_state_dicts_instead_of_objects(agent: Agent, daemon: LentDaemon) -> None:
     net = Net()
     optimizer = torch.optim.AdamW(net.parameters())
     train(net, optimizer)
@@ -479,11 +486,11 @@ def test_state_dicts_instead_of_objects(agent: Agent, daemon: Daemon) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit")
-def test_compiled_and_wrapped_modules_share_names(agent: Agent, daemon: Daemon) -> None:
+def test_compiled_and_wrapped_modules_share_names(agent: Agent, daemon: LentDaemon) -> None:
     linear = torch.nn.Linear(3, 3)
     net = torch.nn.Sequential(linear)
     agent.snapshot({"net": torch.compile(net)}, step=1).wait("durable", timeout=60)
-    with Checkpoint.open(daemon.home.root / "job") as checkpoint:
+    with Checkpoint.open(daemon.directory) as checkpoint:
         assert checkpoint.keys() == ["net.0.weight", "net.0.bias"]
     wanted = linear.weight.detach().clone()
     with torch.no_grad():
@@ -492,7 +499,7 @@ def test_compiled_and_wrapped_modules_share_names(agent: Agent, daemon: Daemon) 
     assert same(linear.weight.detach(), wanted)
 
 
-def test_a_change_right_after_the_call_is_not_captured(agent: Agent, daemon: Daemon) -> None:
+def test_a_change_right_after_the_call_is_not_captured(agent: Agent, daemon: LentDaemon) -> None:
     weight = torch.ones(1_000_000)
     net = torch.nn.Linear(10, 10)
     for step in range(1, 4):
@@ -504,17 +511,17 @@ def test_a_change_right_after_the_call_is_not_captured(agent: Agent, daemon: Dae
         with torch.no_grad():
             net.weight.fill_(-1)
         pending.wait("durable", timeout=60)
-        with Checkpoint.open(daemon.home.root / "job", step) as checkpoint:
+        with Checkpoint.open(daemon.directory, step) as checkpoint:
             assert checkpoint.tensor("w").unique().tolist() == [step]
             assert checkpoint.tensor("net.weight").unique().tolist() == [step]
 
 
-def test_moved_storage_is_found_again(agent: Agent, daemon: Daemon) -> None:
+def test_moved_storage_is_found_again(agent: Agent, daemon: LentDaemon) -> None:
     net = torch.nn.Linear(4, 4, bias=False)
     for step in range(1, 4):
         net.weight.data = torch.full((4, 4), float(step))
         agent.snapshot({"net": net}, step=step).wait("durable", timeout=60)
-        with Checkpoint.open(daemon.home.root / "job", step) as checkpoint:
+        with Checkpoint.open(daemon.directory, step) as checkpoint:
             assert checkpoint.tensor("net.weight").unique().tolist() == [step]
 
 
@@ -532,7 +539,7 @@ def test_moved_storage_is_found_again(agent: Agent, daemon: Daemon) -> None:
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_values_that_cannot_be_restored_are_refused_by_key(
-    agent: Agent, daemon: Daemon, state: Any, key: str
+    agent: Agent, daemon: LentDaemon, state: Any, key: str
 ) -> None:
     agent.snapshot({"good": torch.ones(2)}, step=1).wait("durable", timeout=60)
     pending = agent.snapshot(state, step=2)
@@ -567,7 +574,7 @@ def test_values_that_cannot_be_restored_are_refused_by_key(
     ],
 )
 def test_a_mismatch_is_named_and_nothing_is_written(
-    agent: Agent, daemon: Daemon, state: dict[str, Any], words: str
+    agent: Agent, daemon: LentDaemon, state: dict[str, Any], words: str
 ) -> None:
     agent.snapshot({"w": torch.ones(2), "n": {"a": 1}}, step=1).wait("sealed")
     before = {
@@ -583,7 +590,7 @@ def test_a_mismatch_is_named_and_nothing_is_written(
         assert state["w"].tolist() == [0.0] * len(state["w"])
 
 
-def test_strict_false_recovers_the_keys_that_both_have(agent: Agent, daemon: Daemon) -> None:
+def test_strict_false_recovers_the_keys_that_both_have(agent: Agent, daemon: LentDaemon) -> None:
     agent.snapshot({"w": torch.ones(2), "extra": 1}, step=1).wait("sealed")
     state = {"w": torch.zeros(2), "new": 5}
     recovered = agent.recover(state, strict=False)
@@ -593,12 +600,12 @@ def test_strict_false_recovers_the_keys_that_both_have(agent: Agent, daemon: Dae
     assert state["new"] == 5
 
 
-def test_one_tensor_by_name_in_another_dtype(agent: Agent, daemon: Daemon) -> None:
+def test_one_tensor_by_name_in_another_dtype(agent: Agent, daemon: LentDaemon) -> None:
     weight = torch.randn(100, 30)
     agent.snapshot({"model": {"w": weight}, "other": torch.ones(10)}, step=1).wait(
         "durable", timeout=60
     )
-    with Checkpoint.open(daemon.home.root / "job", "newest") as checkpoint:
+    with Checkpoint.open(daemon.directory, "newest") as checkpoint:
         assert checkpoint.metadata("model.w") == (torch.float32, torch.Size([100, 30]))
         assert same(checkpoint.tensor("model.w", dtype=torch.float16), weight.half())
         with pytest.raises(
@@ -608,7 +615,7 @@ def test_one_tensor_by_name_in_another_dtype(agent: Agent, daemon: Daemon) -> No
             checkpoint.tensor("nope")
 
 
-def test_metrics_user_content_and_tag_are_in_the_manifest(agent: Agent, daemon: Daemon) -> None:
+def test_metrics_user_content_and_tag_are_in_the_manifest(agent: Agent, daemon: LentDaemon) -> None:
     pending = agent.snapshot(
         {"w": torch.ones(1)},
         step=1,
@@ -617,7 +624,7 @@ def test_metrics_user_content_and_tag_are_in_the_manifest(agent: Agent, daemon: 
         user_content={"a": [1, None]},
     )
     pending.wait("durable", timeout=60)
-    with Checkpoint.open(daemon.home.root / "job", "best") as checkpoint:
+    with Checkpoint.open(daemon.directory, "best") as checkpoint:
         assert checkpoint.tag == "best.a0001"
         assert checkpoint.user_content == {"a": [1, None]}
         assert checkpoint.metrics["loss"] == 0.5
@@ -632,16 +639,16 @@ def test_metrics_user_content_and_tag_are_in_the_manifest(agent: Agent, daemon: 
 
 
 def test_a_view_that_becomes_negative_is_saved_right_by_a_kept_plan(
-    agent: Agent, daemon: Daemon
+    agent: Agent, daemon: LentDaemon
 ) -> None:
     tensor = torch.arange(5000.0)
     for step, view in enumerate((tensor, tensor, torch._neg_view(tensor), tensor)):
         agent.snapshot({"w": view}, step=step).wait("durable", timeout=60)
-        with Checkpoint.open(daemon.home.root / agent.job) as checkpoint:
+        with Checkpoint.open(daemon.directory) as checkpoint:
             assert torch.equal(checkpoint.tensor("w"), -tensor if step == 2 else tensor), step
 
 
-def test_lazy_conjugates_are_captured_and_restored(agent: Agent, daemon: Daemon) -> None:
+def test_lazy_conjugates_are_captured_and_restored(agent: Agent, daemon: LentDaemon) -> None:
     x = torch.tensor([1 + 2j, 3 - 4j])
     agent.snapshot({"a": x, "b": x}, step=1).wait("durable", timeout=60)
     agent.snapshot({"a": x, "b": x.conj()}, step=2).wait("durable", timeout=60)
@@ -654,13 +661,13 @@ def test_lazy_conjugates_are_captured_and_restored(agent: Agent, daemon: Daemon)
     assert state["b"].tolist() == x.conj().tolist()
 
 
-def test_expanded_destinations_are_refused_by_key(agent: Agent, daemon: Daemon) -> None:
+def test_expanded_destinations_are_refused_by_key(agent: Agent, daemon: LentDaemon) -> None:
     agent.snapshot({"w": torch.ones(4)}, step=1).wait("sealed")
     with pytest.raises(errors.StructureMismatch, match="^w: the state's tensor is expanded"):
         agent.recover({"w": torch.zeros(1).expand(4)})
 
 
-def test_views_of_other_dtypes_at_odd_offsets_come_back(agent: Agent, daemon: Daemon) -> None:
+def test_views_of_other_dtypes_at_odd_offsets_come_back(agent: Agent, daemon: LentDaemon) -> None:
     storage = torch.arange(64, dtype=torch.uint8)
     state = {
         "bytes": storage[1:40],
@@ -745,7 +752,7 @@ ITSELF.append(ITSELF)
     ],
 )
 def test_endless_and_too_deep_values_are_refused_by_key(
-    agent: Agent, daemon: Daemon, state: Any, reason: str
+    agent: Agent, daemon: LentDaemon, state: Any, reason: str
 ) -> None:
     pending = agent.snapshot(state, step=2, on_error="log")
     with pytest.raises(errors.UnsavableValue, match=reason):
@@ -756,7 +763,7 @@ def test_endless_and_too_deep_values_are_refused_by_key(
     )
 
 
-def test_values_just_within_the_limits_come_back(agent: Agent, daemon: Daemon) -> None:
+def test_values_just_within_the_limits_come_back(agent: Agent, daemon: LentDaemon) -> None:
     shared = [1, 2]
     state = {
         "deep": nested(70),
@@ -765,7 +772,7 @@ def test_values_just_within_the_limits_come_back(agent: Agent, daemon: Daemon) -
         "twice": [shared, shared, {"again": shared}],
     }
     agent.snapshot(state, step=1).wait("durable", timeout=60)
-    with Checkpoint.open(daemon.home.root / "job") as checkpoint:
+    with Checkpoint.open(daemon.directory) as checkpoint:
         assert same(checkpoint.load(), state)
     into = {"deep": None, "i": 0, "d": torch.zeros((1,) * 63 + (2,)), "twice": None}
     agent.recover(into, strict=False)
@@ -820,7 +827,7 @@ def test_metrics_and_content_that_json_cannot_hold_are_refused_at_once(
 
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 def test_the_settings_of_an_optimizer_over_fsdp1_are_compared(
-    daemon: Daemon, tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture
+    daemon: LentDaemon, tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     def made(**settings: Any) -> dict[str, Any]:
         model = FullyShardedDataParallel(
@@ -836,7 +843,7 @@ def test_the_settings_of_an_optimizer_over_fsdp1_are_compared(
 
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
-        agent = Agent("fsdp1", socket=daemon.home.socket)
+        agent = Agent(daemon.job, socket=daemon.home.socket)
         agent.snapshot(made(amsgrad=True, lr=0.125), step=1).wait("durable", timeout=60)
         with pytest.raises(
             errors.StructureMismatch,
@@ -863,7 +870,7 @@ def test_the_settings_of_an_optimizer_over_fsdp1_are_compared(
 @pytest.mark.parametrize("stepped", [False, True])
 @pytest.mark.parametrize("warm", [False, True])
 def test_a_learning_rate_that_is_a_tensor_in_fsdp1_comes_back(
-    daemon: Daemon, tmp_path: pathlib.Path, stepped: bool, warm: bool
+    daemon: LentDaemon, tmp_path: pathlib.Path, stepped: bool, warm: bool
 ) -> None:
     def made(rate: float, step: bool) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
         model = FullyShardedDataParallel(
@@ -881,11 +888,11 @@ def test_a_learning_rate_that_is_a_tensor_in_fsdp1_comes_back(
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
         model, optimizer = made(0.125, stepped)
-        with closing(Agent("fsdp1", socket=daemon.home.socket)) as agent:
+        with closing(Agent(daemon.job, socket=daemon.home.socket)) as agent:
             state = {"model": model, "optim": optimizer}
             agent.snapshot(state, step=1).wait("durable", timeout=60)
         model, optimizer = made(0.5, warm)
-        with closing(Agent("fsdp1", socket=daemon.home.socket)) as agent:
+        with closing(Agent(daemon.job, socket=daemon.home.socket)) as agent:
             assert agent.recover({"model": model, "optim": optimizer}) is not None
             assert optimizer.param_groups[0]["lr"] == 0.125
             assert bool(optimizer.state) is stepped

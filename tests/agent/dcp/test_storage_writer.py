@@ -44,7 +44,7 @@ from ckptd.shared import names
 from ckptd.shared.errors import AlreadyExists, CkptdError, InvalidRequest, NotFound
 from ckptd.shared.storage.marker import MARKER
 from ckptd.shared.system import failpoints
-from tests.support.daemons import Daemon
+from tests.support.shared_daemon import LentDaemon
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:torch.distributed is disabled", "ignore::FutureWarning"
@@ -54,7 +54,7 @@ pytestmark = pytest.mark.filterwarnings(
 class Place:
     """The place of a save, and what lies there."""
 
-    def __init__(self, base: Path, daemon: Daemon | None) -> None:
+    def __init__(self, base: Path, daemon: LentDaemon | None) -> None:
         self.base, self.daemon = base, daemon
 
     def path(self, name: str) -> Path:
@@ -75,15 +75,20 @@ class Place:
         return {name: files for name, files in found.items() if files}
 
 
+@pytest.fixture
+def daemon(shared_daemon: LentDaemon) -> Iterator[LentDaemon]:
+    yield shared_daemon
+    leave_all()
+
+
 @pytest.fixture(params=["alone", "daemon"])
 def spot(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Place]:
     if request.param == "alone":
         yield Place(tmp_path, None)
         return
     daemon = request.getfixturevalue("daemon")
-    (daemon.home.root / "gpt").mkdir()
-    yield Place(daemon.home.root / "gpt", daemon)
-    leave_all()
+    daemon.directory.mkdir()
+    yield Place(daemon.directory, daemon)
 
 
 def state(seed: int = 0) -> dict[str, Any]:
@@ -210,19 +215,21 @@ def test_a_save_outside_every_root_is_one_directory(tmp_path: Path) -> None:
     assert names.parse_part_file(part) is not None
 
 
-def test_under_a_root_the_daemon_commits(daemon: Daemon) -> None:
-    root, socket = daemon.home.root, daemon.home.socket
-    dcp.save(state(), storage_writer=StorageWriter(root / "gpt" / "best", socket=socket))
-    dcp.save(state(), storage_writer=StorageWriter(root / "gpt" / "step-7", socket=socket))
-    assert directories(root / "gpt") == ["best.a0001", "step-00000007.a0001"]
+def test_under_a_root_the_daemon_commits(daemon: LentDaemon) -> None:
+    socket = daemon.home.socket
+    dcp.save(state(), storage_writer=StorageWriter(daemon.directory / "best", socket=socket))
+    dcp.save(state(), storage_writer=StorageWriter(daemon.directory / "step-7", socket=socket))
+    assert directories(daemon.directory) == ["best.a0001", "step-00000007.a0001"]
     (job,) = daemon.status()["jobs"]
-    assert (job["job"], job["attempt"], job["last_durable"]["step"]) == ("gpt", 1, 7)
+    assert (job["job"], job["attempt"], job["last_durable"]["step"]) == (daemon.job, 1, 7)
     leave_all()
     assert daemon.status()["shared_memory"]["segments"] == 0
 
 
 @pytest.mark.parametrize("path", ["best", "a/b/best", ".ckptd/best"])
-def test_at_another_depth_under_a_root_the_process_writes_itself(daemon: Daemon, path: str) -> None:
+def test_at_another_depth_under_a_root_the_process_writes_itself(
+    daemon: LentDaemon, path: str
+) -> None:
     dcp.save(
         state(), storage_writer=StorageWriter(daemon.home.root / path, socket=daemon.home.socket)
     )
@@ -241,15 +248,13 @@ def test_a_save_can_be_read_without_dcp(spot: Place) -> None:
         assert checkpoint.verify() > 0
 
 
-def test_recover_brings_a_save_through_dcp_back(daemon: Daemon) -> None:
+def test_recover_brings_a_save_through_dcp_back(daemon: LentDaemon) -> None:
     dcp.save(
         state(4),
-        storage_writer=StorageWriter(
-            daemon.home.root / "gpt" / "step-7", socket=daemon.home.socket
-        ),
+        storage_writer=StorageWriter(daemon.directory / "step-7", socket=daemon.home.socket),
     )
     leave_all()
-    agent = Agent("gpt", socket=daemon.home.socket)
+    agent = Agent(daemon.job, socket=daemon.home.socket)
     loaded = blank()
     recovered = agent.recover(loaded)
     assert recovered is not None
@@ -258,27 +263,27 @@ def test_recover_brings_a_save_through_dcp_back(daemon: Daemon) -> None:
     agent.close()
 
 
-def test_a_snapshot_is_loaded_by_dcp(daemon: Daemon) -> None:
-    agent = Agent("gpt", socket=daemon.home.socket)
+def test_a_snapshot_is_loaded_by_dcp(daemon: LentDaemon) -> None:
+    agent = Agent(daemon.job, socket=daemon.home.socket)
     agent.snapshot(state(5), step=3).wait("durable", timeout=60)
     agent.close()
     loaded = blank()
-    dcp.load(loaded, storage_reader=StorageReader(daemon.home.root / "gpt" / "step-3"))
+    dcp.load(loaded, storage_reader=StorageReader(daemon.directory / "step-3"))
     assert same(loaded, state(5))
 
 
-def test_tensors_that_overlap_are_loaded_without_a_template(daemon: Daemon) -> None:
+def test_tensors_that_overlap_are_loaded_without_a_template(daemon: LentDaemon) -> None:
     """The storage in which both lie is an item of its own, without a name of the
     user's.
     """
-    agent = Agent("job", socket=daemon.home.socket)
+    agent = Agent(daemon.job, socket=daemon.home.socket)
     base = torch.arange(15.0)
     agent.snapshot({"a": base[:10], "b": base[5:]}, step=1, rng=False).wait("durable", timeout=60)
     agent.close()
     found: dict[str, Any] = {}
     planner = _EmptyStateDictLoadPlanner()
     _load_state_dict(
-        found, StorageReader(daemon.home.root / "job" / "step-1"), planner=planner, no_dist=True
+        found, StorageReader(daemon.directory / "step-1"), planner=planner, no_dist=True
     )
     assert {name: tensor.tolist() for name, tensor in found.items()} == {
         "a": base[:10].tolist(),
@@ -286,26 +291,24 @@ def test_tensors_that_overlap_are_loaded_without_a_template(daemon: Daemon) -> N
     }
 
 
-def test_an_agent_of_this_process_is_used(daemon: Daemon) -> None:
-    agent = Agent("gpt", socket=daemon.home.socket)
+def test_an_agent_of_this_process_is_used(daemon: LentDaemon) -> None:
+    agent = Agent(daemon.job, socket=daemon.home.socket)
     agent.snapshot(state(1), step=10).wait("durable", timeout=60)
     dcp.save(
         state(2),
-        storage_writer=StorageWriter(daemon.home.root / "gpt" / "best", socket=daemon.home.socket),
+        storage_writer=StorageWriter(daemon.directory / "best", socket=daemon.home.socket),
     )
     assert agent.attempt == 1
     agent.snapshot(state(3), step=12).wait("durable", timeout=60)
-    going_back = StorageWriter(daemon.home.root / "gpt" / "step-3", socket=daemon.home.socket)
+    going_back = StorageWriter(daemon.directory / "step-3", socket=daemon.home.socket)
     assert "recover() to go back" in refused(dcp.save, state(), storage_writer=going_back)
-    again = StorageWriter(
-        daemon.home.root / "gpt" / "best", socket=daemon.home.socket, overwrite=True
-    )
+    again = StorageWriter(daemon.directory / "best", socket=daemon.home.socket, overwrite=True)
     assert (
         "tag 'best' is taken in attempt 1 of this process's own Agent, which cannot be overwritten"
         in refused(dcp.save, state(), storage_writer=again)
     )
     agent.close()
-    assert directories(daemon.home.root / "gpt") == [
+    assert directories(daemon.directory) == [
         "best.a0001",
         "step-00000010.a0001",
         "step-00000012.a0001",
@@ -337,7 +340,7 @@ def test_overwrite_replaces_the_checkpoint(spot: Place) -> None:
         # Nothing of the earlier checkpoints is left.
         assert [len(files) for files in spot.files().values()] == [3]
     else:
-        assert directories(spot.daemon.home.root / "gpt") == ["latest.a0003"]
+        assert directories(spot.daemon.directory) == ["latest.a0003"]
 
 
 def test_a_part_is_spread_over_several_files(tmp_path: Path) -> None:
@@ -397,8 +400,8 @@ def test_impossible_numbers_and_lengths_of_files_are_refused() -> None:
         StorageWriter(bytes_per_file=1000)
 
 
-def test_overwriting_keeps_a_pinned_checkpoint(daemon: Daemon) -> None:
-    path = daemon.home.root / "gpt" / "latest"
+def test_overwriting_keeps_a_pinned_checkpoint(daemon: LentDaemon) -> None:
+    path = daemon.directory / "latest"
     for seed in (1, 2, 3):
         dcp.save(
             state(seed),
@@ -410,16 +413,16 @@ def test_overwriting_keeps_a_pinned_checkpoint(daemon: Daemon) -> None:
     assert same(Checkpoint.open(path.parent / "latest.a0001").load(), state(1))
 
 
-def test_a_step_behind_the_last_begins_a_new_attempt(daemon: Daemon) -> None:
+def test_a_step_behind_the_last_begins_a_new_attempt(daemon: LentDaemon) -> None:
     for number in (7, 9, 8):
         dcp.save(
             state(number),
             storage_writer=StorageWriter(
-                daemon.home.root / "gpt" / f"step-{number}", socket=daemon.home.socket
+                daemon.directory / f"step-{number}", socket=daemon.home.socket
             ),
         )
     leave_all()
-    assert directories(daemon.home.root / "gpt") == [
+    assert directories(daemon.directory) == [
         "step-00000007.a0001",
         "step-00000008.a0002",
         "step-00000009.a0001",
@@ -501,8 +504,8 @@ def test_overwriting_a_checkpoint_of_dcp_leaves_nothing_that_dcp_would_read(tmp_
         dcp.FileSystemReader(tmp_path).read_metadata()
 
 
-def test_a_checkpoint_in_the_root_of_a_daemon_has_no_marker(daemon: Daemon) -> None:
-    spot = Place(daemon.home.root / "gpt", daemon)
+def test_a_checkpoint_in_the_root_of_a_daemon_has_no_marker(daemon: LentDaemon) -> None:
+    spot = Place(daemon.directory, daemon)
     spot.base.mkdir()
     dcp.save({"a": torch.ones(3)}, storage_writer=spot.writer("first"))
     assert list(spot.base.rglob("manifest.json"))
@@ -1071,8 +1074,8 @@ def test_impossible_options_are_refused(options: dict[str, Any]) -> None:
         StorageWriter(**options)
 
 
-def test_impossible_names_under_a_root_are_refused(daemon: Daemon) -> None:
-    writer = StorageWriter(daemon.home.root / "gpt" / "step-seven", socket=daemon.home.socket)
+def test_impossible_names_under_a_root_are_refused(daemon: LentDaemon) -> None:
+    writer = StorageWriter(daemon.directory / "step-seven", socket=daemon.home.socket)
     assert "InvalidName" in refused(dcp.save, state(), storage_writer=writer)
 
 
