@@ -232,27 +232,30 @@ def test_the_trainer_outlives_its_daemon_and_loses_nothing_sealed(place: Home, p
             trainers.assert_equal(checkpoint.load(), step, SIZE)
 
 
-def prepared(place: Home) -> Agent:
-    """Return an agent that has its slots, so that a small budget is enough."""
-    agent = Agent("job", socket=place.socket)
-    agent.prepare(trainers.expected(1, SIZE))
-    agent._link.handovers.wait_for_threads()
+def snapshot_until_sealed(agent: Agent, step: int) -> None:
+    state = trainers.expected(step, SIZE)
+    until(lambda: agent.snapshot(state, step=step).state in ("sealed", "durable"), "snapshot")
+
+
+def after_step_1(daemon: Daemon) -> Agent:
+    """Return an agent that has saved a step, although its daemon, whose budget is small,
+    may answer too late on a busy machine.
+    """
+    agent = Agent("job", socket=daemon.home.socket)
+    snapshot_until_sealed(agent, 1)
+    until(lambda: daemon.status()["counters"]["persisted"] == 1, "save")
     return agent
 
 
 @pytest.mark.usefixtures("processes")
 def test_training_continues_without_a_daemon_and_snapshots_resume(place: Home) -> None:
-    with running(place, environment={"CKPTD_STALL_BUDGET": "0.2"}, forked=True):
-        agent = prepared(place)
-        agent.snapshot(trainers.expected(1, SIZE), step=1).wait("durable", timeout=60)
+    with running(place, environment={"CKPTD_STALL_BUDGET": "0.2"}, forked=True) as daemon:
+        agent = after_step_1(daemon)
     pending = agent.snapshot(trainers.expected(2, SIZE), step=2)
     with pytest.raises(errors.DaemonUnreachable, match="^the daemon is gone"):
         pending.wait()
     with running(place, forked=True):
-        until(
-            lambda: agent.snapshot(trainers.expected(9, SIZE), step=9).state == "sealed",
-            "snapshot after the daemon is back",
-        )
+        snapshot_until_sealed(agent, 9)
         agent.close()
     with Checkpoint.open(place.root / "job") as checkpoint:
         assert checkpoint.step == 9
@@ -261,8 +264,7 @@ def test_training_continues_without_a_daemon_and_snapshots_resume(place: Home) -
 @pytest.mark.usefixtures("processes")
 def test_a_hung_daemon_costs_its_budget_once(place: Home) -> None:
     with running(place, environment={"CKPTD_STALL_BUDGET": "0.1"}, forked=True) as daemon:
-        agent = prepared(place)
-        agent.snapshot(trainers.expected(1, SIZE), step=1).wait("durable", timeout=60)
+        agent = after_step_1(daemon)
         daemon.process.send_signal(signal.SIGSTOP)
         first, second = (
             agent.snapshot(trainers.expected(2, SIZE), step=2),
