@@ -251,6 +251,24 @@ def test_a_write_by_something_else_fails_the_snapshot_and_ends_late_copies(
     assert slot.tolist() == [0, 0, 0, 0]
 
 
+@pytest.mark.parametrize("torn_by", ["a write", "a captured step"])
+def test_a_torn_copy_stays_torn_after_the_next_step(
+    fences: Fences, device: Device, torn_by: str
+) -> None:
+    parameter = torch.nn.Parameter(torch.ones(4))
+    optimizer = stepped(parameter, device)
+    transfer = fences.start([torch.empty(4)], [parameter], [])
+    if torn_by == "a write":
+        with torch.no_grad():
+            parameter.mul_(7)
+    else:
+        fences._capturing = lambda: True
+    optimizer.step()
+    device.run(device.training)
+    with pytest.raises(SnapshotFailed, match="something other than its optimizer"):
+        fences.finish(transfer)
+
+
 @pytest.mark.parametrize("write", [torch.Tensor.mul_, lambda p, x: p.copy_(p.detach() * x)])
 def test_a_write_to_a_dtensor_fails_the_snapshot(
     fences: Fences,

@@ -521,6 +521,16 @@ def test_a_large_answer_to_several_ranks_is_stored_once_and_removed_by_the_next_
     assert fake.values == {}
 
 
+def test_a_round_in_which_a_rank_is_late_leaves_it_the_answer_before(fake: FakeStore) -> None:
+    ranks, large = [Exchange(fake, rank, 3) for rank in range(3)], bytes(4096)
+    with started(round_of(ranks[1], "plan/1/1")), started(round_of(ranks[2], "plan/1/1")):
+        ranks[0].round("plan/1/1", b"", lambda said: [large] * 3, 60.0)
+    (before,) = fake.values
+    with pytest.raises(SnapshotFailed, match="ranks 1, 2 sent nothing"):
+        ranks[0].round("plan/1/2", b"", reverse, 0.0)
+    assert [*fake.values] == [before]
+
+
 def test_rank_0_gets_the_values_of_all_ranks_in_few_requests(fake: FakeStore) -> None:
     ranks = [Exchange(fake, rank, 33) for rank in range(33)]
     with ExitStack() as stack:

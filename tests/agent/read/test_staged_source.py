@@ -101,6 +101,10 @@ def test_a_read_that_fails_leaves_nothing_that_could_be_taken_for_sound() -> Non
     with part() as reader:
         source = StagedSource(reader, 0, kept)
         assert source.stage([0]) == source.ranges[0].length
+    changed = bytes([PACKED[0] ^ 1]) + PACKED[1:]
+    with part(changed, damaged=True) as reader, pytest.raises(IntegrityError):
+        StagedSource(reader, 0, kept).stage([0])
+    assert [chunk.identity for chunk in kept.chunks.values()] == [None]
 
 
 def test_a_slot_is_always_read_and_is_gone_once_it_is_filled_again() -> None:

@@ -240,6 +240,18 @@ async def test_a_rank_without_slots_is_told_so_and_one_beside_it_waits() -> None
     assert await made.acquire(0, 4, 0.01) == "another rank has no slots yet"
 
 
+async def test_a_rank_that_waits_for_the_first_slots_of_another_is_woken_by_them() -> None:
+    made, allocated = Grants(), {0}
+    of = made.slots.of
+    made.slots.of = lambda *identity: of(*identity) if identity[2] in allocated else []
+    made.slots.add = lambda _: allocated.add(1)
+    waiting = made.acquire(0, 4, 3600)
+    await settle()
+    assert not waiting.done()
+    await made.admission.allocate(made.owners[1], made.job, 1000, 1, -1, lambda: False)
+    assert await asyncio.wait_for(waiting, 60) is made.slots.slots["a0"]
+
+
 async def test_a_rank_does_not_wait_for_the_slots_of_a_rank_that_has_failed_the_step() -> None:
     """A rank that fails a save before it has made slots will not make them for this
     step. The other rank waited for them for 600 s.

@@ -202,6 +202,16 @@ async def test_what_was_known_of_another_daemon_is_dropped(feed: Feed, daemon: F
     await documents.aclose()
 
 
+async def test_a_bug_is_raised_in_all_readers(feed: Feed, daemon: FakeDaemon) -> None:
+    def bug(status: object) -> str:
+        raise RuntimeError("a bug")
+
+    feed._daemon = DaemonView(daemon.ask, lambda status: [], bug)
+    readers = [following(feed.documents()) for _ in range(2)]
+    errors = await asyncio.gather(*readers, return_exceptions=True)
+    assert [repr(error) for error in errors] == ["RuntimeError('a bug')"] * 2
+
+
 async def test_an_answer_of_another_version_is_said_to_be(feed: Feed) -> None:
     feed._daemon = DaemonView(lambda: {"jobs": 3}, lambda status: [], lambda status: "")
     documents = feed.documents()

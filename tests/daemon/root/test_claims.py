@@ -43,6 +43,9 @@ class Storage:
         self.each: dict[int, asyncio.Event] = defaultdict(lambda: self.answers)
         self.asked: list[int] = []
 
+    async def check_exclusive(self, job: str) -> None:
+        """Take a job of several nodes."""
+
     async def find_newest(self, job: str) -> int:
         await self.answers.wait()
         return self.newest
@@ -95,6 +98,17 @@ async def test_an_unknown_job_cannot_begin_without_the_disk() -> None:
         StorageError, match="cannot claim an attempt of job 'gpt': the storage has not answered"
     ):
         await Made(Storage(0)).claim(Job("gpt"), 0)
+
+
+@pytest.mark.parametrize("hangs", ["the listing", "the claim"])
+async def test_an_attempt_of_several_nodes_never_begins_in_memory(hangs: str) -> None:
+    """The daemons of the other nodes use its number, too."""
+    storage = Storage()
+    storage.each[3] = asyncio.Event()
+    if hangs == "the claim":
+        storage.answers.set()
+    with pytest.raises(StorageError, match="the storage has not answered"):
+        await Made(storage).claim(JOB, 2, in_memory=False)
 
 
 @pytest.mark.parametrize("lasts", ["over", "under way"])

@@ -97,6 +97,11 @@ def test_a_copy_keeps_the_chain(saved: Home, target: Location, tmp_path: Path) -
     assert manifests(target) == manifests(saved.root)
     assert copied(target, tmp_path / "back") == TAGS
     assert_sound(tmp_path / "back", *TAGS)
+    rooms = [
+        locate.open_root(root).storage.exclusive_bytes([f"job/{tag}" for tag in TAGS])
+        for root in (saved.root, tmp_path / "back")
+    ]
+    assert rooms[0] == rooms[1], "each file is in the copy once"
 
 
 def test_a_checkpoint_is_copied_with_its_chain_alone(saved: Home, target: Location) -> None:

@@ -24,6 +24,7 @@ from ckptd.shared.storage import locks
 from ckptd.shared.storage.locate import open_root
 from ckptd.shared.storage.posix import PosixStorage
 from ckptd.shared.storage.repository import Repository
+from ckptd.shared.system.fs import PosixFileSystem
 from tests.shared.samples import write_checkpoint
 from tests.support.forks import context
 from tests.support.strangers import KINDS, NOBODY, holding, open_place
@@ -157,6 +158,23 @@ def test_a_deleter_that_may_not_write_the_manifest_is_told_what_to_do(storage: R
         f"and may not be written; delete it as uid 0"
     )
     process.join()
+
+
+# -- directories
+
+
+def test_the_names_of_a_directory_that_another_process_made_are_synced_once(tmp_path: Path) -> None:
+    synced = list[int]()
+
+    class Syncs(PosixFileSystem):
+        def sync_directory(self, directory: int) -> None:
+            synced.append(os.fstat(directory).st_ino)
+
+    (tmp_path / "gpt" / TAG).mkdir(parents=True)
+    storage = PosixStorage(tmp_path, Syncs())
+    for _ in range(2):
+        storage.ensure(f"gpt/{TAG}")
+        assert synced == [tmp_path.stat().st_ino, (tmp_path / "gpt").stat().st_ino]
 
 
 # -- a root that is lost
