@@ -95,3 +95,12 @@ def test_one_key_has_the_daemons_for_all_jobs() -> None:
         [None],
     ]
     assert job_store().num_keys() == before
+
+
+@pytest.mark.usefixtures("group")
+def test_a_job_that_is_saved_again_and_again_is_not_forgotten() -> None:
+    found = RankDaemon(b"boot", "node1")
+    for number in range(40):
+        show(Path("/runs/busy/model"), 1, found)
+        show(Path(f"/runs/step{number}/model"), 1, found)
+        assert shown(Path("/runs/busy/optimizer"), 2) == [found]

@@ -207,13 +207,13 @@ def test_a_position_moves_to_batches_of_another_size() -> None:
     loader = loader_of("plain")
     then, now = size_of(loader, 3, 1), size_of(loader, 4, 2)
     assert then == {"length": 20, "samples": 3, "accumulated": 1}
-    position = Position.at(loader, 0)
-    position.batches = 5
+    position = Position.at(loader, 0, skipped=3)
+    position.batches = 2
     assert moved(position, then, then, 9, "") is position
     found = moved(position, then, now, 9, "")
     # 15 samples are 3 batches of 4; a step takes two of them
-    assert (found.batches, found.ahead, found.begin) == (2, None, position.begin)
-    assert found.order is None
+    assert (found.skipped, found.batches, found.begin) == (0, 2, position.begin)
+    assert (found.ahead, found.order) == (None, None)
 
 
 def test_a_pass_with_batches_of_another_size_has_the_same_order() -> None:

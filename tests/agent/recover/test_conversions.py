@@ -379,7 +379,8 @@ def test_destinations_that_share_memory_are_found() -> None:
         "other": torch.zeros(3),
         "none": torch.zeros(0),
         "column": memory[:, 3],
+        "last": memory[3],
     }
-    assert [sorted(group) for group in sharing(places)] == [["all", "column", "row"]]
+    assert [sorted(group) for group in sharing(places)] == [["all", "column", "last", "row"]]
     assert sharing({"a": memory[0], "b": memory[1]}) == []
     assert reach(memory[:, 3]) == 13 * 4

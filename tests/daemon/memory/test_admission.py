@@ -109,6 +109,15 @@ def test_slots_that_are_replaced_are_released_once_they_are_free(tmp_path: Path)
     rank.slots.close()
 
 
+def test_free_segments_of_the_rank_itself_make_room(tmp_path: Path) -> None:
+    rank = Rank(tmp_path)
+    rank.allocate(2)
+    rank.slots.quota = rank.slots.used
+    second = rank.allocate(2)
+    assert set(rank.slots.slots) == {slot.name for slot in second}
+    rank.slots.close()
+
+
 def test_a_segment_goes_to_the_disk_only_after_room_was_made_in_vain(tmp_path: Path) -> None:
     rank, room = Rank(tmp_path), []
     rank.slots.close()
@@ -201,6 +210,16 @@ async def test_a_rank_that_gets_its_slot_while_another_waits_does_not_block_the_
     made.occupy(b1=4)
     made.job.step((1, 4)).snapshot = Snapshot("job", 1, 4, "step-00000004.a0001", 2, persist=True)
     assert await first is made.slots.slots["b0"]
+
+
+async def test_the_slot_of_the_last_checkpoint_is_granted_last() -> None:
+    """The next deltas need it."""
+    made = Grants()
+    last: Any = SimpleNamespace(segment="a0")
+    made.job.stored[0] = last
+    assert await made.acquire(0, 4) is made.slots.slots["b0"]
+    made.occupy(b0=4)
+    assert await made.acquire(0, 5) is made.slots.slots["a0"]
 
 
 async def test_one_decision_counts_for_all_ranks_and_for_those_that_come_late() -> None:

@@ -65,6 +65,13 @@ def test_events_and_jobs_are_told_apart() -> None:
     assert debounce.due(65.0) == [(events[3], 0)]
 
 
+def test_the_pause_ends_with_the_first_report_that_is_due() -> None:
+    debounce = Debounce(60.0)
+    for time, job in ((0.0, "gpt"), (1.0, "gpt"), (30.0, "bert"), (31.0, "bert")):
+        debounce.now_or_later(event(0, job), time)
+    assert debounce.pause(40.0) == 20.0
+
+
 def test_at_the_end_all_that_was_left_out_is_reported() -> None:
     debounce = Debounce(60.0)
     for number in range(4):

@@ -122,3 +122,12 @@ def test_a_job_that_does_not_run_or_has_just_begun_is_not_told(
     assert (told(caplog), overdue.late) == ([], {})
     overdue.look([job(created, 90_000.0)], 90_601.0)
     assert told(caplog) == [("saves.overdue", "step-00000002.a0001", 601.0)]
+
+
+def test_a_job_is_not_overdue_as_soon_as_one_of_its_ranks_was_started_again() -> None:
+    made, overdue = job([10.0, 30.0, 50.0]), Overdue()
+    made.ranks.join(Owner("gpt", 1, 1, 2, process=Process(8, 5000.0)))
+    overdue.look([made], 5010.0)
+    assert overdue.late == {}
+    overdue.look([made], 5700.0)
+    assert list(overdue.late) == ["gpt"]
