@@ -7,29 +7,39 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
+import random
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from ckptd.daemon.chunks import base_slot
+from ckptd.daemon.chunks.base_slot import BaseSlot
 from ckptd.daemon.chunks.pipeline import Pipeline
 from ckptd.daemon.chunks.sealed_slot import SealedSlot
 from ckptd.shared.codecs import codec
+from ckptd.shared.codecs.codec import RAW
+from ckptd.shared.codecs.delta import DELTA
 from ckptd.shared.errors import IntegrityError
+from ckptd.shared.formats.manifest import PartEntry
 from ckptd.shared.formats.part import PartReader
 from ckptd.shared.formats.part_writer import PartWriter
 from ckptd.shared.formats.plan import MIN_CHUNK
-from ckptd.shared.formats.reuse import ChunkCheck
+from ckptd.shared.formats.reuse import ChunkCheck, StoredPart
 from ckptd.shared.formats.scatter import verify
 from ckptd.shared.formats.segment import SegmentHeader
 from ckptd.shared.formats.snapshot_request import SnapshotRequest
+from ckptd.shared.names import new_nonce
+from ckptd.shared.storage.posix import PosixStorage
+from ckptd.shared.storage.repository import Repository
 from ckptd.shared.system.fs import Buffer, FileSystem, PosixFileSystem
 from tests.shared.samples import NONCE, memory_file, packed_slot, sample_plan, seal, values_after
 from tests.support.storage import files_in, source
 
 PLAN = sample_plan(50_000)  # several chunks
-TAG = "step-00000005.a0001"
+OLDER, TAG = "step-00000004.a0001", "step-00000005.a0001"
 HEADER = SegmentHeader(
     job="gpt", attempt=1, rank=0, world_size=1, slot=0, capacity=300_000, chunk_size=MIN_CHUNK
 )
@@ -162,6 +172,43 @@ def test_a_changed_chunk_is_not_linked_because_its_old_checksum_is_that_of_the_p
         IntegrityError, match="chunk [0-9] of gpt step 5 has changed in memory since it was sealed"
     ):
         asyncio.run(save_twice())
+
+
+def test_a_chunk_that_its_samples_take_for_a_short_delta_is_stored_whole(
+    fd: int, pipeline: Pipeline, tmp_path: Path
+) -> None:
+    """The chunk has changed between its samples. When its delta turns out to be too long,
+    the delta has overwritten the buffer of the chunk.
+    """
+    repository = Repository(PosixStorage(tmp_path))
+
+    async def save(
+        slot: SealedSlot, tag: str, before: StoredPart | None = None, base: BaseSlot | None = None
+    ) -> tuple[PartEntry, StoredPart]:
+        place = "gpt", tag
+        writer = PartWriter(
+            repository.part_files(*place), new_nonce(), codec.encoder("planes"),
+            linker=repository.linker(*place),
+        )  # fmt: skip
+        return await pipeline.write_part(
+            slot, writer, tag, lambda: pipeline.checksum(slot),
+            before=before, base_slot=base, most_deltas=1,
+        )  # fmt: skip
+
+    with memory_file(bytes(HEADER.file_length)) as older:
+        base = BaseSlot(older, seal(older, HEADER, PLAN))
+        _, before = asyncio.run(save(SealedSlot.read(older, base.header), OLDER))
+        slot = SealedSlot.read(fd, seal(fd, HEADER, PLAN))
+        chunk = slot.ranges[3]
+        os.pwrite(fd, random.Random(1).randbytes(chunk.length), HEADER.data_offset + chunk.offset)
+        for offset, length in base_slot._samples(chunk):
+            at = HEADER.data_offset + offset
+            os.pwrite(fd, os.pread(older, length, at), at)
+        assert base.share(slot, chunk) == base.share(slot, slot.ranges[2])
+        entry, _ = asyncio.run(save(slot, TAG, before, base))
+    with closing(repository.open_part("gpt", TAG, entry.file, entry.index_sha256)) as reader:
+        assert [found.codec for found in reader.index.chunks[2:4]] == [DELTA, RAW]
+        assert verify(reader) == entry.raw_bytes
 
 
 def test_every_chunk_has_a_result_or_nothing_is_written(
