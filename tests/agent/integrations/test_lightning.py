@@ -138,28 +138,50 @@ def test_a_finished_run_has_nothing_left_to_do(tmp_path: Path) -> None:
     assert len((tmp_path / "a" / "losses").read_text().splitlines()) == 47  # two lines of ends
 
 
+LIVES = """
+import os, runpy, signal, sys, time
+import lightning.pytorch
+
+script, *homes = sys.argv[1:]
+for life, home in enumerate(homes):
+    kills = life == 1
+    losses = os.path.join(home, "losses")
+    if not (child := os.fork()):
+        os.environ |= {"CKPTD_ROOT": os.path.join(home, "root"), "XDG_RUNTIME_DIR": home}
+        os.dup2(os.open(os.path.join(home, f"said-{life}"), os.O_WRONLY | os.O_CREAT), 2)
+        sys.argv = [script, "--steps", "30", "--losses", losses]
+        runpy.run_path(script, run_name="__main__")
+        sys.exit()
+    while kills and len(open(losses).readlines()) < 12:
+        time.sleep(0.01)
+    if kills:
+        os.kill(child, signal.SIGKILL)
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    print(f"life {life}: {code}", flush=True)
+"""
+"""Forks three lives of a script, of which the second is killed, because each new
+interpreter would import lightning again, for five seconds.
+"""
+
+
 @pytest.mark.usefixtures("processes")
 def test_the_example_is_exact(tmp_path: Path) -> None:
-    def start(home: Path) -> subprocess.Popen[str]:
-        home.mkdir(exist_ok=True)
-        (home / "losses").touch()
-        return subprocess.Popen(
-            [sys.executable, str(EXAMPLE), "--steps", "30", "--losses", str(home / "losses")],
-            env=environment(home),
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-
     whole, killed = tmp_path / "whole", tmp_path / "killed"
-    with start(whole) as trainer:
-        assert trainer.communicate(timeout=200)[1].count("ckptd:") == 1
-    with start(killed) as trainer:
-        while len((killed / "losses").read_text().splitlines()) < 12:
-            assert trainer.poll() is None
-        trainer.kill()
-    with start(killed) as trainer:
-        said = trainer.communicate(timeout=200)[1]
-    assert "ckptd: the training goes on from step" in said
+    for home in (whole, killed):
+        home.mkdir()
+        (home / "losses").touch()
+    lives = subprocess.run(
+        [sys.executable, "-c", LIVES, str(EXAMPLE), str(whole), str(killed), str(killed)],
+        env=environment(whole),
+        stdout=subprocess.PIPE,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    ended = [line for line in lives.stdout.splitlines() if line.startswith("life ")]
+    assert ended == ["life 0: 0", "life 1: -9", "life 2: 0"]
+    assert (whole / "said-0").read_text().count("ckptd:") == 1
+    assert "ckptd: the training goes on from step" in (killed / "said-2").read_text()
     assert lines(killed) == lines(whole)
     assert len(lines(whole)) == 31
 

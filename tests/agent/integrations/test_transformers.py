@@ -7,7 +7,6 @@ from __future__ import annotations
 import multiprocessing
 import os
 import re
-import signal
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -104,23 +103,27 @@ def test_a_killed_training_ends_as_an_uninterrupted_one(
 
 @pytest.mark.usefixtures("processes")
 def test_the_example_gives_the_same_losses_when_it_is_killed(tmp_path: Path) -> None:
+    """One interpreter, which has imported transformers, forks all three lives."""
     whole, killed = tmp_path / "whole", tmp_path / "killed"
-
-    def life(losses: Path, *, ends: bool) -> int:
-        code = (
-            "import os, runpy, signal, sys\n"
-            f"sys.argv = {[str(EXAMPLE), '--steps', '14', '--losses', str(losses)]!r}\n"
-            "from transformers import TrainerCallback\n"
-            "def end(self, args, state, control, **kwargs):\n"
-            "    if state.global_step == 8: os.kill(os.getpid(), signal.SIGKILL)\n"
-            f"if {ends}: TrainerCallback.on_step_end = end\n"
-            "runpy.run_path(sys.argv[0], run_name='__main__')\n"
-        )
-        return run(["-c", code], tmp_path, f"root-{losses.name}").returncode
-
-    assert life(whole, ends=False) == 0
-    assert life(killed, ends=True) == -signal.SIGKILL
-    assert life(killed, ends=False) == 0
+    code = (
+        "import os, runpy, signal, sys\n"
+        "from transformers import Trainer, TrainerCallback\n"
+        "def end(self, args, state, control, **kwargs):\n"
+        "    if state.global_step == 8: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "script, *lives = sys.argv[1:]\n"
+        "for life, losses in enumerate(lives):\n"
+        "    if not (child := os.fork()):\n"
+        "        os.environ['CKPTD_ROOT'] = f'{losses}-root'\n"
+        "        if life == 1: TrainerCallback.on_step_end = end\n"
+        "        sys.argv = [script, '--steps', '14', '--losses', losses]\n"
+        "        runpy.run_path(script, run_name='__main__')\n"
+        "        sys.exit()\n"
+        "    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])\n"
+        "    print(f'life {life}: {code}', flush=True)\n"
+    )
+    lives = run(["-c", code, *map(str, (EXAMPLE, whole, killed, killed))], tmp_path, "root")
+    ended = [line for line in lives.stdout.splitlines() if line.startswith("life ")]
+    assert ended == ["life 0: 0", "life 1: -9", "life 2: 0"], lives.stderr[-3000:]
     lines, again = whole.read_text().splitlines(), killed.read_text().splitlines()
     assert [line.split()[0] for line in lines] == [*map(str, range(1, 15)), "hash"]
     assert [line.split()[0] for line in again] == [
