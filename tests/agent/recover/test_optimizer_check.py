@@ -4,6 +4,7 @@ restored.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,8 +21,14 @@ from ckptd.agent.state.tree import TensorRef
 from tests.support.cases import each_case
 
 PARAMETER = torch.nn.Parameter(torch.zeros(2))
-SGD = torch.optim.SGD([PARAMETER], lr=0.1)
-COSINE = torch.optim.lr_scheduler.CosineAnnealingLR(SGD, 5)
+
+
+def sgd() -> torch.optim.Optimizer:
+    return torch.optim.SGD([PARAMETER], lr=0.1)
+
+
+def cosine() -> torch.optim.lr_scheduler.LRScheduler:
+    return torch.optim.lr_scheduler.CosineAnnealingLR(sgd(), 5)
 
 
 class Wrapper(torch.optim.SGD):
@@ -33,26 +40,26 @@ class Wrapper(torch.optim.SGD):
 
 
 @each_case(
-    ("place", "saved", "words"),
+    ("make", "saved", "words"),
     [
-        (SGD, "torch.optim.sgd.SGD", ""),
-        (SGD, "my.SGD", ""),
-        (SGD, "", ""),
-        (Wrapper(SGD), "torch.optim.sgd.SGD", ""),
-        (SGD, "torch.optim.adamw.AdamW", "o: the checkpoint has the optimizer AdamW "
+        (sgd, "torch.optim.sgd.SGD", ""),
+        (sgd, "my.SGD", ""),
+        (sgd, "", ""),
+        (lambda: Wrapper(sgd()), "torch.optim.sgd.SGD", ""),
+        (sgd, "torch.optim.adamw.AdamW", "o: the checkpoint has the optimizer AdamW "
             "(torch.optim.adamw.AdamW), "
                                        "the state SGD (torch.optim.sgd.SGD)"),
-        (COSINE, "torch.optim.lr_scheduler.StepLR", "o: the checkpoint has the scheduler StepLR "
+        (cosine, "torch.optim.lr_scheduler.StepLR", "o: the checkpoint has the scheduler StepLR "
             "(torch.optim.lr_scheduler.StepLR), "
                                                     "the state CosineAnnealingLR "
                                                     "(torch.optim.lr_scheduler.CosineAnnealingLR)"),
-        (object(), "x.Loader", ""),
+        (object, "x.Loader", ""),
     ],
 )  # fmt: skip
 def test_optimizers_and_schedulers_must_be_of_the_saved_class(
-    place: Any, saved: str, words: str
+    make: Callable[[], Any], saved: str, words: str
 ) -> None:
-    assert class_difference(place, saved, "o") == ([words] if words else [])
+    assert class_difference(make(), saved, "o") == ([words] if words else [])
 
 
 def test_settings_that_decide_about_the_state_must_agree() -> None:
@@ -99,7 +106,7 @@ def test_state_of_another_class_is_tried_on_a_copy() -> None:
     ]
     # Its own class is not tried.
     assert not_taken(adam, "torch.optim.Adam", {PARAMETER: {"exp_avg": tensor}}, "o") == []
-    assert not_taken(Wrapper(SGD), "", {PARAMETER: {"exp_avg": tensor}}, "o") == []
+    assert not_taken(Wrapper(sgd()), "", {PARAMETER: {"exp_avg": tensor}}, "o") == []
     assert adam.state == {PARAMETER: {"step": torch.tensor(3.0)}}
 
 
