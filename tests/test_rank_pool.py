@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from ckptd.agent import Agent
+from ckptd.shared.errors import CkptdError
 from ckptd.shared.system import failpoints
 from tests.support.daemons import Daemon
 from tests.support.rank_pool import MOST_GROUPS, LeftBehind, Pool
@@ -100,6 +101,18 @@ def test_agents_end_with_the_test(few: Pool, daemon: Daemon) -> None:
             assert ranks.call(begin, daemon.home.socket) == [attempt] * 2
         (job,) = daemon.status()["jobs"]
         assert job["ranks"] == []
+
+
+def fail_to_begin(socket: os.PathLike[str]) -> None:
+    try:
+        Agent("a b", socket=socket)
+    except CkptdError as error:
+        HERE["error"] = error  # with the frame that has the agent
+
+
+def test_an_agent_that_could_not_be_made_is_no_hindrance(few: Pool, daemon: Daemon) -> None:
+    with few.ranks(2) as ranks:
+        ranks.call(fail_to_begin, daemon.home.socket)
 
 
 def keep_a_thread() -> None:

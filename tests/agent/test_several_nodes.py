@@ -32,7 +32,7 @@ from tests.crash.node_trainer import check, state_of
 from tests.support import stores
 from tests.support.daemons import until, warn_soon
 from tests.support.nodes import Nodes, beat_fast, nodes
-from tests.support.ranks import HERE, Ranks
+from tests.support.ranks import HERE, Lend, Ranks
 
 pytestmark = pytest.mark.usefixtures("processes")
 
@@ -117,9 +117,9 @@ def close() -> None:
 # -- the usual way
 
 
-def test_a_checkpoint_of_two_nodes_is_a_checkpoint_like_any_other(two: Nodes) -> None:
+def test_a_checkpoint_of_two_nodes_is_a_checkpoint_like_any_other(two: Nodes, pool: Lend) -> None:
     where = sockets(two, 0, 0, 1, 1)
-    with Ranks(4) as ranks:
+    with pool(4) as ranks:
         assert ranks.call(begin, where) == [(1, [0, 1]), (1, [0, 1]), (1, [2, 3]), (1, [2, 3])]
         assert ranks.call(take, 5) == [""] * 4
         assert ranks.call(take, 6) == [""] * 4
@@ -133,20 +133,20 @@ def test_a_checkpoint_of_two_nodes_is_a_checkpoint_like_any_other(two: Nodes) ->
 
 @pytest.mark.parametrize("where", [(0, 1, 0, 1), (0, 1, 1), (1, 0), (0, 0), (1,)])
 def test_it_is_recovered_on_other_nodes_and_other_numbers_of_ranks(
-    two: Nodes, where: tuple[int, ...]
+    two: Nodes, where: tuple[int, ...], pool: Lend
 ) -> None:
-    with Ranks(4) as ranks:
+    with pool(4) as ranks:
         ranks.call(begin, sockets(two, 0, 0, 1, 1))
         assert ranks.call(take, 5) == [""] * 4
-    with Ranks(len(where)) as ranks:
+    with pool(len(where)) as ranks:
         tag = names.tag_directory(5, None, 1)
         assert ranks.call(recover, sockets(two, *where)) == [(5, tag)] * len(where)
         assert ranks.call(take, 6) == [""] * len(where)
 
 
-def test_tags_metrics_and_retention(two: Nodes) -> None:
+def test_tags_metrics_and_retention(two: Nodes, pool: Lend) -> None:
     where = sockets(two, 0, 1)
-    with Ranks(2) as ranks:
+    with pool(2) as ranks:
         ranks.call(_begin_keeping, where, 2)
         for step in range(1, 6):
             assert ranks.call(take_with_metrics, step, "best" if step == 3 else None) == [""] * 2
@@ -164,11 +164,11 @@ def take_with_metrics(step: int, tag: str | None) -> str:
     return take(step, tag=tag, metrics={"loss": step / 10}, user_content={"epoch": step})
 
 
-def test_a_planner_of_dcp(two: Nodes) -> None:
-    with Ranks(2) as ranks:
+def test_a_planner_of_dcp(two: Nodes, pool: Lend) -> None:
+    with pool(2) as ranks:
         ranks.call(_begin_planned, sockets(two, 0, 1))
         assert ranks.call(take, 5) == [""] * 2
-    with Ranks(2) as ranks:
+    with pool(2) as ranks:
         ranks.call(_begin_planned, sockets(two, 1, 0))
         assert ranks.call(_recover_planned) == [5, 5]
 
@@ -264,8 +264,10 @@ def test_the_ranks_that_have_called_learn_which_ranks_of_all_nodes_have_not(
 # -- steps that a node cannot take
 
 
-def test_a_step_that_one_rank_cannot_take_fails_on_all_nodes_and_names_the_rank(two: Nodes) -> None:
-    with Ranks(4) as ranks:
+def test_a_step_that_one_rank_cannot_take_fails_on_all_nodes_and_names_the_rank(
+    two: Nodes, pool: Lend
+) -> None:
+    with pool(4) as ranks:
         ranks.call(begin, sockets(two, 0, 0, 1, 1))
         assert ranks.call(take, 1) == [""] * 4
         found = ranks.call(take_unlike, 2, 3)
@@ -275,10 +277,12 @@ def test_a_step_that_one_rank_cannot_take_fails_on_all_nodes_and_names_the_rank(
     assert names.tag_directory(2, None, 1) not in open_root(two.root).tags(JOB)
 
 
-def test_a_node_whose_disk_is_full_is_named_and_later_steps_are_saved(two: Nodes) -> None:
+def test_a_node_whose_disk_is_full_is_named_and_later_steps_are_saved(
+    two: Nodes, pool: Lend
+) -> None:
     two[1].kill()
     two[1].start(failpoints="persist.synced=error(ENOSPC)@2")
-    with Ranks(2) as ranks:
+    with pool(2) as ranks:
         ranks.call(begin, sockets(two, 0, 1))
         assert ranks.call(take, 1) == [""] * 2
         first, second = ranks.call(take, 2)
@@ -346,16 +350,16 @@ def recover_experts(where: Sockets) -> tuple[int, float]:
 
 @pytest.mark.parametrize("persist", [True, False])
 def test_a_step_in_which_ranks_of_two_nodes_differ_is_no_checkpoint(
-    two: Nodes, persist: bool
+    two: Nodes, persist: bool, pool: Lend
 ) -> None:
-    with Ranks(2) as ranks:
+    with pool(2) as ranks:
         ranks.call(begin, sockets(two, 0, 1))
         assert ranks.call(experts, 1, persist) == [""] * 2
         for why in ranks.call(experts, 2, persist):
             assert why.startswith("step 2 failed: "), why
             assert "expert" in why
             assert "per_rank(...)" in why
-    with Ranks(2) as ranks:
+    with pool(2) as ranks:
         assert ranks.call(recover_experts, sockets(two, 0, 1)) == [(1, 5.0)] * 2
 
 
@@ -466,9 +470,9 @@ def _a_year_ahead() -> None:
     time.time = lambda: now() + 365 * 86_400
 
 
-def test_a_job_moves_from_one_node_to_two_and_back(two: Nodes) -> None:
+def test_a_job_moves_from_one_node_to_two_and_back(two: Nodes, pool: Lend) -> None:
     for attempt, where in enumerate([(0, 0), (0, 1), (1, 1)], 1):
-        with Ranks(2) as ranks:
+        with pool(2) as ranks:
             back = ranks.call(recover, sockets(two, *where))
             assert (
                 back
@@ -645,8 +649,8 @@ def _refused(where: Sockets) -> str:
     return ""
 
 
-def test_the_status_of_each_node_names_its_steps(two: Nodes) -> None:
-    with Ranks(2) as ranks:
+def test_the_status_of_each_node_names_its_steps(two: Nodes, pool: Lend) -> None:
+    with pool(2) as ranks:
         ranks.call(begin, sockets(two, 0, 1))
         assert ranks.call(take, 5) == [""] * 2
         for node in (two[0], two[1]):

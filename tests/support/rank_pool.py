@@ -144,7 +144,10 @@ def _end(settle: float) -> _End:
     failpoints.arm("")
     with suppress(CkptdError):
         leave_all()
-    for agent in [each for each in gc.get_objects() if isinstance(each, Agent)]:
+    # An agent whose constructor has failed has no link.
+    for agent in [
+        each for each in gc.get_objects() if isinstance(each, Agent) and hasattr(each, "_link")
+    ]:
         with suppress(CkptdError):
             agent.close()
         del agent
