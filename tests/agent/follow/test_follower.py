@@ -8,7 +8,10 @@ import itertools
 import os
 import signal
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,11 +21,13 @@ from torch import nn
 from ckptd import follow
 from ckptd.agent import Agent
 from ckptd.agent.follow import follower
+from ckptd.agent.follow.version import Version
 from ckptd.agent.read.slot_source import SlotSource
 from ckptd.agent.threads.flag import Flag
 from ckptd.shared.errors import (
     DaemonUnreachable,
     Forbidden,
+    IntegrityError,
     InvalidName,
     InvalidRequest,
     NotFound,
@@ -32,13 +37,14 @@ from ckptd.shared.errors import (
 )
 from ckptd.shared.formats.part import PartReader
 from ckptd.shared.formats.plan import MIN_CHUNK
+from ckptd.shared.wire import messages as m
+from ckptd.shared.wire.session import LENDING
 from tests.support import trainers
 from tests.support.daemons import Daemon, Home, running, until
+from tests.support.fake_daemon import Connection, fake_daemon
 from tests.support.forks import context
 from tests.support.ranks import HERE, Ranks
 from tests.support.sharded import Net, agent, build, train
-
-pytestmark = pytest.mark.usefixtures("processes")
 
 SIZE = 40_000
 
@@ -189,6 +195,7 @@ def test_a_reader_that_dies_or_hangs_neither_holds_the_training_nor_memory(
     reader.join()
 
 
+@pytest.mark.usefixtures("processes")
 def test_a_daemon_and_a_training_that_end_and_come_back(place: Home) -> None:
     module, steps = nn.Linear(SIZE, 1), list[tuple[int | None, bool]]()
 
@@ -223,6 +230,7 @@ def test_a_daemon_and_a_training_that_end_and_come_back(place: Home) -> None:
     versions.close()
 
 
+@pytest.mark.usefixtures("processes")
 def test_a_daemon_that_has_just_ended_is_soon_asked_for_again(
     place: Home, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -248,6 +256,7 @@ def test_a_daemon_that_has_just_ended_is_soon_asked_for_again(
     assert max(waits) <= 5.0
 
 
+@pytest.mark.usefixtures("processes")
 def test_a_damaged_version_is_passed_over(place: Home, caplog: pytest.LogCaptureFixture) -> None:
     with running(place, "--codec", "raw", forked=True):
         trained = Agent("gpt", socket=place.socket)
@@ -277,6 +286,7 @@ def test_names_that_no_tensor_has_are_an_error(daemon: Daemon) -> None:
     trained.close()
 
 
+@pytest.mark.usefixtures("processes")
 def test_the_root_is_followed_and_only_chunks_that_differ_are_fetched(
     place: Home, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -366,6 +376,7 @@ def test_wrong_arguments_and_a_job_that_does_not_exist(
         next(follow("gpt", socket=socket))
 
 
+@pytest.mark.usefixtures("processes")
 def test_a_root_that_cannot_be_read_is_an_error_only_at_the_start(
     place: Home, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -389,6 +400,46 @@ def test_a_root_that_cannot_be_read_is_an_error_only_at_the_start(
             assert list(versions) == []
         monkeypatch.undo()
     assert [r.getMessage() for r in caplog.records if "followed again once" in r.getMessage()]
+
+
+# -- what the daemon is asked for
+
+
+@contextmanager
+def following(into: nn.Module | None = None) -> Iterator[Connection]:
+    """Follow a job of a fake daemon on a thread, which must end once the feed is closed,
+    before the daemon answers.
+    """
+    welcome = m.Welcome(re=0, version=1, root="/none", stall_budget=5.0, features=[LENDING])
+    with fake_daemon(welcome) as daemon:
+        versions = follow("gpt", into=into, socket=daemon.socket, interval=3600.0)
+        waiting = threading.Thread(target=list, args=(versions,), daemon=True)
+        waiting.start()
+        try:
+            yield daemon.accepted()
+        finally:
+            versions.close()
+            waiting.join(follower._WAIT_SECONDS)
+        assert not waiting.is_alive()
+
+
+def test_close_ends_a_wait_for_the_daemon() -> None:
+    with following() as daemon:
+        assert daemon.next(m.Lend).wait == follower._WAIT_SECONDS
+
+
+def test_a_damaged_version_in_memory_is_asked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    def damaged(self: Version, *_: object, **options: object) -> None:
+        raise IntegrityError("damaged")
+
+    opened = SimpleNamespace(attempt=1, step=6, tag="6", manifest=None, close=lambda: None)
+    monkeypatch.setattr(follower, "open_loan", lambda *_: opened)
+    monkeypatch.setattr(Version, "load_into", damaged)
+    with following(nn.Linear(1, 1)) as daemon:
+        lent = m.Lent(re=daemon.next(m.Lend).id, attempt=1, step=6, tag="6", source="memory")
+        daemon.reply(lent)
+        asked = daemon.next(m.Lend)
+        assert (asked.attempt, asked.step) == (1, 6)
 
 
 # -- several ranks

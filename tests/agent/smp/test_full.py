@@ -23,8 +23,6 @@ from tests.support import sharded
 from tests.support.daemons import Daemon
 from tests.support.ranks import HERE, Ranks
 
-pytestmark = pytest.mark.usefixtures("processes")
-
 
 def test_a_full_checkpoint_is_one_file_with_everything(root: Path) -> None:
     saved = pair(1, steps=2)
@@ -101,6 +99,20 @@ def test_every_optimizer_of_a_full_checkpoint(root: Path, kind: str) -> None:
     smp.resume_from_checkpoint(root, partial=False, model=other, optimizer=restored)
     assert plain(other, restored) == plain(model, optimizer)
     assert restored.state_dict()["param_groups"] == optimizer.state_dict()["param_groups"]
+
+
+def test_a_parameter_that_was_saved_without_moments_has_none(tmp_path: Path) -> None:
+    model, optimizer = pair(9, steps=1)
+    named = [name for name, _ in model.named_parameters()]
+    saved = {"state": {}, "param_groups": [{"lr": 0.5, "params": named}]}
+    content = {"rank": 0, "content": None}
+    torch.save(
+        {"model": model.state_dict(), "optimizer": saved, "user_content": content},
+        tmp_path / "whole.pt",
+    )
+    smp.resume_from_checkpoint(tmp_path, partial=False, model=model, optimizer=optimizer)
+    assert optimizer.param_groups[0]["lr"] == 0.5
+    assert not optimizer.state
 
 
 def test_nothing_of_a_full_checkpoint_is_loaded_if_the_optimizer_does_not_fit(root: Path) -> None:
