@@ -30,7 +30,8 @@ from ckptd.agent.read.on_demand import SavedOnDemand
 from ckptd.daemon.commands.cli import main
 from ckptd.shared.array_checkpoint import ArrayCheckpoint
 from ckptd.shared.errors import IntegrityError, InvalidRequest, NotFound
-from ckptd.shared.formats import metadata_object
+from ckptd.shared.formats import manifest as manifests
+from ckptd.shared.formats import metadata_object, plan_check
 from ckptd.shared.formats.manifest import Manifest
 from ckptd.shared.storage.locate import open_root
 from ckptd.shared.storage.metadata import tensors
@@ -39,7 +40,16 @@ from tests.support.ranks import HERE, Ranks
 
 pytestmark = pytest.mark.usefixtures("processes")
 
-MANY = 18_000
+MANY = 900
+
+
+def lower_limits() -> None:
+    """Make the daemon of this process divide the metadata of few tensors as it divides
+    those of 18,000.
+    """
+    for module in (manifests, plan_check):
+        vars(module)["MOST_INLINE"] = 48 << 10
+    metadata_object.BLOCK = 8 << 10
 
 
 def state_of(step: int) -> dict[str, Any]:
@@ -71,7 +81,7 @@ def manifest_of(directory: Path) -> Manifest:
 
 
 def test_one_rank(place: Home, tmp_path: Path) -> None:
-    with running(place, "--keep-last", "2", forked=True):
+    with running(place, "--keep-last", "2", forked=lower_limits):
         agent = Agent("job", socket=place.socket)
         for step in (1, 2, 3):
             agent.snapshot(state_of(step), step=step).wait("durable", timeout=120)
@@ -131,7 +141,7 @@ def test_one_rank(place: Home, tmp_path: Path) -> None:
     assert run.invoke(main, ["verify", str(tmp_path / "copy")]).exit_code == 0
     shutil.rmtree(place.root / "job")
     shutil.copytree(tmp_path / "copy" / "job", place.root / "job")
-    with running(place, forked=True):
+    with running(place, forked=lower_limits):
         agent = Agent("job", socket=place.socket)
         state = zeros_like(state_of(3))
         recovered = agent.recover(state)
@@ -149,7 +159,7 @@ def test_one_rank(place: Home, tmp_path: Path) -> None:
 def two_steps() -> Iterator[Path]:
     """A root with two checkpoints of one rank."""
     with home() as made:
-        with running(made, forked=True):
+        with running(made, forked=lower_limits):
             agent = Agent("job", socket=made.socket)
             for step in (1, 2):
                 agent.snapshot(state_of(step), step=step).wait("durable", timeout=120)
@@ -181,7 +191,7 @@ def test_damage_of_the_metadata_object_is_found(place: Home, two_steps: Path, da
             pytest.raises(IntegrityError, match="does not match its checksum"),
         ):
             checkpoint.tensor("base")
-    with running(place, forked=True):
+    with running(place, forked=lower_limits):
         agent = Agent("job", socket=place.socket)
         state = zeros_like(state_of(1))
         recovered = agent.recover(state)
@@ -243,7 +253,7 @@ def recovered_state(socket: Path, same_partition: bool) -> tuple[str, dict[str, 
 def test_shards_by_rule_are_found_on_any_number_of_ranks(
     place: Home, ranks_after: int, same_partition: bool
 ) -> None:
-    with running(place, forked=True) as daemon:
+    with running(place, forked=lower_limits) as daemon:
         with Ranks(4) as ranks:
             ranks.call(save, place.socket)
             wanted = ranks.call(saved_state)[0]
@@ -261,7 +271,7 @@ def test_shards_by_rule_are_found_on_any_number_of_ranks(
         assert checkpoint.tensor("divided.0", slices=[slice(2, 5), 1]).tolist() == [
             row[1] for row in wanted["divided.0"][2:5]
         ]
-    with running(place, forked=True), Ranks(ranks_after) as ranks:
+    with running(place, forked=lower_limits), Ranks(ranks_after) as ranks:
         for source, found in ranks.call(recovered_state, place.socket, same_partition):
             assert source == "storage"
             assert found == wanted
@@ -292,7 +302,7 @@ def loaded_with_dcp(path: Path) -> dict[str, Any]:
 
 
 def test_a_save_that_dcp_has_planned_says_which_rank_has_each_item(place: Home) -> None:
-    with running(place, forked=True):
+    with running(place, forked=lower_limits):
         with Ranks(2) as ranks:
             ranks.call(save_with_dcp, place.root, place.socket)
             wanted = ranks.call(tensors_of_state)[0]
@@ -351,7 +361,7 @@ def test_what_a_planner_has_cast_comes_back_in_the_dtype_of_the_state(
     place: Home, large: bool
 ) -> None:
     more = {f"small.{number:05d}": torch.zeros(1) for number in range(MANY if large else 0)}
-    with running(place, forked=True), warnings.catch_warnings():
+    with running(place, forked=lower_limits), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # DCP warns that there is one process only
         writer = StorageWriter(place.root / "job" / "cast", socket=place.socket)
         dcp.save({"w": torch.arange(8.0) / 3, **more}, storage_writer=writer, planner=Casting())
