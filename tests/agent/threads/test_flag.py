@@ -8,6 +8,7 @@ import threading
 import pytest
 
 from ckptd.agent.threads.flag import Flag, Waiters
+from tests.support.daemons import until
 
 
 def test_a_flag_is_set_and_cleared() -> None:
@@ -22,12 +23,15 @@ def test_a_flag_is_set_and_cleared() -> None:
 
 def test_all_waiting_threads_are_woken() -> None:
     flag, woken = Flag(), list[bool]()
-    threads = [threading.Thread(target=lambda: woken.append(flag.wait(60))) for _ in range(5)]
+    threads = [
+        threading.Thread(target=lambda: woken.append(flag.wait(600)), daemon=True) for _ in range(5)
+    ]
     for thread in threads:
         thread.start()
+    until(lambda: len(flag._waiters._asleep) == 5, "five waiting threads")
     flag.set()
     for thread in threads:
-        thread.join(60)
+        thread.join(20)
     assert woken == [True] * 5
 
 
