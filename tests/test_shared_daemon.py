@@ -25,7 +25,7 @@ pytestmark = pytest.mark.usefixtures("processes")
 
 @pytest.fixture
 def shared() -> Iterator[SharedDaemon]:
-    made = SharedDaemon(settle=0.3)
+    made = SharedDaemon(settle=2.0)
     yield made
     made.close()
 

@@ -41,6 +41,14 @@ from tests.support.sharded import (
 pytestmark = pytest.mark.usefixtures("processes")
 
 
+@pytest.fixture(scope="module")
+def pool() -> Lend:
+    """New ranks for each test: in ranks that had trained before, a backward pass of DDP
+    has once got no result of its all-reduce.
+    """
+    return Ranks
+
+
 @pytest.fixture(
     scope="module",
     params=[(kind, source) for kind in KINDS for source in ("memory", "storage")],

@@ -34,6 +34,15 @@ from tests.support.sharded import build, differing, together, train, whole
 
 pytestmark = pytest.mark.usefixtures("processes")
 
+
+@pytest.fixture(scope="module")
+def pool() -> Lend:
+    """New ranks for each test: in ranks that had trained before, a backward pass of DDP
+    has once got no result of its all-reduce.
+    """
+    return Ranks
+
+
 Base = tuple[Path, Path | None]
 """Where saves go, and the daemon's socket."""
 

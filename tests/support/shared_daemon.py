@@ -92,7 +92,7 @@ class SharedDaemon:
             if (code := daemon.process.poll()) is not None:
                 left = f"it has ended with {code}"
                 break
-            time.sleep(0.005)
+            time.sleep(0.02)  # the daemon closes the connection of the status
         if left:
             log = lent.log_text()
             self.close()
@@ -110,6 +110,7 @@ class SharedDaemon:
 
     def _left(self, lent: LentDaemon, daemon: Daemon) -> str:
         """Return what a test has left in the daemon, as text."""
+        more = _sockets(daemon) - self._sockets  # before the status has a connection of its own
         try:
             jobs = daemon.status()["jobs"]
         except CkptdError as error:
@@ -122,7 +123,7 @@ class SharedDaemon:
             if job[name]
         ]
         found += [f"the segment {path.name}" for path in lent.home.segment_files()]
-        if (more := _sockets(daemon) - self._sockets) > 0:
+        if more > 0:
             found.append(f"{more} connections")
         if not found:
             self._jobs = frozenset(job["job"] for job in jobs)

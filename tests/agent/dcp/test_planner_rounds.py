@@ -42,12 +42,20 @@ from tests.agent.dcp.test_storage_writer import (
     state,
 )
 from tests.support.daemons import Daemon
-from tests.support.ranks import HERE, Lend
+from tests.support.ranks import HERE, Lend, Ranks
 from tests.support.sharded import build, differing, together, train, whole
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:torch.distributed is disabled", "ignore::FutureWarning"
 )
+
+
+@pytest.fixture(scope="module")
+def pool() -> Lend:
+    """New ranks for each test: in ranks that had trained before, a backward pass of DDP
+    has once got no result of its all-reduce.
+    """
+    return Ranks
 
 
 def agent(daemon: Daemon, planner: Any = None, load_planner: Any = None, job: str = "job") -> Agent:

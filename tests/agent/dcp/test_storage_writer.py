@@ -86,9 +86,10 @@ def spot(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Place]:
     if request.param == "alone":
         yield Place(tmp_path, None)
         return
-    daemon = request.getfixturevalue("daemon")
+    daemon = request.getfixturevalue("shared_daemon")
     daemon.directory.mkdir()
     yield Place(daemon.directory, daemon)
+    leave_all()
 
 
 def state(seed: int = 0) -> dict[str, Any]:

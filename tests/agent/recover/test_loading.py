@@ -21,11 +21,19 @@ from ckptd.shared.errors import CkptdError, InvalidRequest, StructureMismatch
 from tests.oracle.prints import text
 from tests.support import sharded
 from tests.support.daemons import Daemon
-from tests.support.ranks import HERE, Lend
+from tests.support.ranks import HERE, Lend, Ranks
 from tests.support.refusals import exit_of
 from tests.support.storage import part_in
 
 pytestmark = pytest.mark.usefixtures("processes")
+
+
+@pytest.fixture(scope="module")
+def pool() -> Lend:
+    """New ranks for each test: in ranks that had trained before, a backward pass of DDP
+    has once got no result of its all-reduce.
+    """
+    return Ranks
 
 
 @pytest.mark.parametrize("kind", sharded.KINDS)
