@@ -4,6 +4,7 @@ kind that the rig draws by the hundred.
 
 from __future__ import annotations
 
+import fcntl
 import os
 import tempfile
 from collections.abc import Iterator
@@ -13,6 +14,14 @@ import pytest
 
 from tests.crash import users
 from tests.crash.images import Unavailable
+
+
+@pytest.fixture(autouse=True)
+def _one_at_a_time() -> Iterator[None]:
+    """Keep two workers from playing the same two users, who share names in /tmp."""
+    with (Path(tempfile.gettempdir()) / "ckptd-test-users.lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 @pytest.fixture(scope="module")
