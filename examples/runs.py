@@ -62,7 +62,7 @@ class DemoFailed(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kill:
-    """One kill: what was killed, which step was being computed, and what was recovered."""
+    """A kill: the process that died, the step that it computed, and the step that came back."""
 
     killed: str
     at: int

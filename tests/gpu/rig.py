@@ -1,4 +1,4 @@
-"""What the checks work with: the device or its simulation, an agent, and models."""
+"""Gives the checks a device or its simulation, an agent, and models."""
 
 from __future__ import annotations
 

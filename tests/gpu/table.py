@@ -27,7 +27,7 @@ SECONDS = 90.0
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """What a check has found about one thing.
+    """A line of the table: the result of a check for one thing.
 
     figure: what was measured. bar: what it must be. expected: an absolute figure of an
     H100 with PCIe Gen5 x16, which is not asserted.

@@ -26,12 +26,12 @@ import pytest
 
 _DIRECTORY = "COST_DIRECTORY"  # tests/conftest.py removes each CKPTD_*
 _KINDS = ("in process", "daemon", "interpreter", "ranks")
-"""What a test starts, the most expensive last. A test has the last kind that fits."""
+"""The kinds of tests by the processes that they start, the most expensive last."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """What one test has cost. seconds: of CPU, of all processes. wall: of the clock.
+    """The cost of one test. seconds: CPU time of all its processes. wall: elapsed time.
 
     tier: the first of `make test`, `make test-all` and `make crashes` that runs the test.
     """

@@ -130,7 +130,7 @@ def _begin(port: int) -> None:
 
 
 class _End(NamedTuple):
-    """What a test has left in a rank, as text, and the number of the rank's groups."""
+    """The leftovers of a test in a rank, as text, and the number of the rank's groups."""
 
     left: str
     groups: int

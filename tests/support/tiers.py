@@ -28,7 +28,7 @@ MAY_SKIP = re.compile(
     r"\b(accelerator|CUDA|Chromium|promtool|prometheus|deepspeed|ray|torchtitan|torchdata|triton"
     r"|torch_checkpointing|torch)\b"
 )
-"""What a machine that runs all tests may lack: everything else must be there in CI."""
+"""The reasons for which CI may skip a test. Any other reason fails the run."""
 _SPAWNS = ("subprocess.Popen", "os.posix_spawn")
 
 

@@ -276,7 +276,7 @@ def test_a_write_to_a_dtensor_fails_the_snapshot(
     mesh: DeviceMesh,
     write: Callable[[torch.Tensor, int], torch.Tensor],
 ) -> None:
-    """Such a write leaves the version of the local tensor, which is copied, as it was."""
+    """An in-place write to a DTensor does not change the version of its local tensor."""
     parameter = torch.nn.Parameter(distribute_tensor(torch.ones(4), mesh, [Shard(0)]))
     stepped(parameter, device)
     module = torch.nn.Module()
@@ -311,7 +311,7 @@ def test_only_the_dtensors_that_are_copied_late_are_watched(
 
 
 def test_optimizer_state_of_several_tensors_is_passed_over(fences: Fences, device: Device) -> None:
-    """It has no storage of its own, and its parts count as tensors of nobody."""
+    """A wrapper subclass has no storage, so no optimizer owns its inner tensors."""
     parameter, other = torch.nn.Parameter(torch.ones(4)), torch.nn.Parameter(torch.ones(4))
     moment = EightBit(torch.ones(4, dtype=torch.int8), torch.ones(1))
     stepped(other, device).state[other]["momentum_buffer"] = moment

@@ -103,7 +103,7 @@ def test_a_killed_training_ends_as_an_uninterrupted_one(
 
 @pytest.mark.usefixtures("processes")
 def test_the_example_gives_the_same_losses_when_it_is_killed(tmp_path: Path) -> None:
-    """One interpreter, which has imported transformers, forks all three lives."""
+    """Fork all three lives from one interpreter that has imported transformers."""
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     code = (
         "import os, runpy, signal, sys\n"
