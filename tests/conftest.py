@@ -4,6 +4,7 @@ test.
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import signal
@@ -33,8 +34,18 @@ for _name in [name for name in os.environ if name.startswith("CKPTD_")]:
     del os.environ[_name]
 
 
+# Collection makes millions of objects that live until the end, and no garbage.
+gc.disable()
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     tiers.mark(items)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import socket
 import subprocess
 import urllib.error
 import urllib.parse
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.support.daemons import until
+from tests.support.ports import free_ports
 
 PROMETHEUS, PROMTOOL = shutil.which("prometheus"), shutil.which("promtool")
 
@@ -62,9 +62,7 @@ def prometheus(directory: Path, config: dict[str, Any]) -> Iterator[Prometheus]:
     """
     file = directory / "prometheus.yml"
     file.write_text(json.dumps(config))  # JSON is YAML
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{free.getsockname()[1]}"
+    address = f"127.0.0.1:{free_ports(1)[0]}"
     with (directory / "prometheus.log").open("wb") as log:
         process = subprocess.Popen(
             [

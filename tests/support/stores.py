@@ -10,7 +10,6 @@ import hmac
 import json
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import time
@@ -27,6 +26,7 @@ from ckptd.shared import names
 from ckptd.shared.location import Url
 from tests.support import tiers
 from tests.support.daemons import Home, home
+from tests.support.ports import free_ports
 
 KEY, SECRET, REGION = "AKTEST", "SKTEST", "us-east-1"
 _SECONDS = 60
@@ -39,15 +39,6 @@ def program(name: str) -> str | None:
     return shutil.which(
         name, path=os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", "")])
     )
-
-
-def free_ports(count: int) -> list[int]:
-    """Return ports that were free a moment ago."""
-    with ExitStack() as bound:
-        sockets = [bound.enter_context(socket.socket()) for _ in range(count)]
-        for listening in sockets:
-            listening.bind(("127.0.0.1", 0))
-        return [listening.getsockname()[1] for listening in sockets]
 
 
 @dataclass(frozen=True)

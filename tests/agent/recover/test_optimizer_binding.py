@@ -7,6 +7,7 @@ from __future__ import annotations
 import io
 import logging
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -457,22 +458,23 @@ def of_kind(make: Callable[..., torch.optim.Optimizer], **options: Any) -> dict[
     return {"model": model, "optim": optimizer}
 
 
+adamw, sgd = partial(of_kind, torch.optim.AdamW), partial(of_kind, torch.optim.SGD)
+Make = Callable[[], dict[str, Any]]
+
+
 @pytest.mark.parametrize(
-    ("saved", "place", "words"),
+    ("saver", "user", "words"),
     [
-        (of_kind(torch.optim.AdamW), of_kind(torch.optim.SGD), "optim: the checkpoint has the "
-            "optimizer AdamW"),
-        (of_kind(torch.optim.AdamW, amsgrad=True), of_kind(torch.optim.AdamW),
-        "optim.param_groups.0.amsgrad: "
-            "the checkpoint has True"),
-        (of_kind(torch.optim.SGD), of_kind(torch.optim.SGD, momentum=0.9),
-        "optim.param_groups.0.momentum: "
-            "the checkpoint has 0"),
+        (adamw, sgd, "optim: the checkpoint has the optimizer AdamW"),
+        (partial(adamw, amsgrad=True), adamw,
+         "optim.param_groups.0.amsgrad: the checkpoint has True"),
+        (sgd, partial(sgd, momentum=0.9), "optim.param_groups.0.momentum: the checkpoint has 0"),
     ],
 )  # fmt: skip
 def test_an_optimizer_of_another_kind_is_refused_unless_strict_is_off(
-    saved: dict[str, Any], place: dict[str, Any], words: str
+    saver: Make, user: Make, words: str
 ) -> None:
+    saved, place = saver(), user()
     with pytest.raises(StructureMismatch, match=f"^{words}"):
         Checkpoint(saved).bind(place)
     Checkpoint(saved).bind(place, strict=False)
@@ -758,19 +760,20 @@ def test_the_state_of_one_parameter_may_be_kept() -> None:
 
 
 @pytest.mark.parametrize(
-    ("saved", "place", "words"),
+    ("saver", "user", "words"),
     [
-        (of_kind(torch.optim.AdamW), of_kind(torch.optim.SGD),
+        (adamw, sgd,
          "optim: the checkpoint has the optimizer AdamW (torch.optim.adamw.AdamW), the state SGD "
          "(torch.optim.sgd.SGD)"),
-        (of_kind(torch.optim.AdamW, amsgrad=True), of_kind(torch.optim.AdamW),
+        (partial(adamw, amsgrad=True), adamw,
          "optim.param_groups.0.amsgrad: the checkpoint has True, the state False; the two keep "
          "different state"),
     ],
 )  # fmt: skip
 def test_an_optimizer_of_another_kind_may_be_kept_as_a_whole(
-    saved: dict[str, Any], place: dict[str, Any], words: str
+    saver: Make, user: Make, words: str
 ) -> None:
+    saved, place = saver(), user()
     with torch.no_grad():
         saved["model"]["a"].fill_(9)
     before = text(place["optim"])
