@@ -30,6 +30,7 @@ from ckptd.shared.formats.segment import (
     read_header,
     write_header,
 )
+from tests.support.cases import each_case
 from tests.support.tmpfs import Tmpfs, tmpfs
 
 CUDA = torch.device("cuda", 3)
@@ -149,6 +150,27 @@ def test_a_filled_and_sealed_slot_holds_every_tensor_and_document(
     assert read_back == {"values": b"values", "plan": found.document, "request": b"request"}
     assert slot.header.signature == found.signature == signature(found.document)
     assert repr(slot) == "<MappedSlot a.seg SEALED step 5>"
+
+
+@each_case("unlike", [[0], [1], [2], [3], [4], [0, 2], [1, 2, 3], [0, 1, 2, 3, 4]])
+def test_each_source_of_another_dtype_is_converted_wherever_it_is_in_the_plan(
+    unlike: list[int],
+) -> None:
+    state = {f"t{n}": torch.tensor([n + 0.5, -n]) for n in range(5)}
+    found = layout(state)
+    given = sources(state, found)
+    for number in unlike:
+        given[number] = given[number].double()
+    with tmpfs() as shm:
+        slot = MappedSlot("a.seg", *shm.make("a.seg", CAPACITY))
+        slot.fill(given, found, 1, carry, unlike)
+        slot.seal(found, Documents(b"", b""))
+        state_read, _, tensors = read(shm)
+        slot.forget()
+    assert state_read is SlotState.SEALED
+    assert {name: tensor.tolist() for name, tensor in tensors.items()} == {
+        name: tensor.tolist() for name, tensor in state.items()
+    }
 
 
 def test_the_seal_has_the_checksum_of_every_chunk(shm: Tmpfs, slot: MappedSlot) -> None:
