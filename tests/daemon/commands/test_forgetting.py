@@ -11,12 +11,14 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from ckptd.agent import Agent, BestN, Checkpoint, EveryNSteps, LatestN, PreserveAll
+from ckptd.daemon.commands import forgetting
 from ckptd.shared import names
 from ckptd.shared.errors import InvalidRequest, NotFound
 from ckptd.shared.formats.segment import read_header
@@ -24,6 +26,7 @@ from ckptd.shared.storage import locks
 from ckptd.shared.storage.locate import open_root
 from ckptd.shared.storage.repository import Repository
 from ckptd.shared.system import machine
+from ckptd.shared.wire import messages as m
 from tests.support import forks
 from tests.support.commands import ckptd
 from tests.support.daemons import Daemon, Home, running, until
@@ -675,3 +678,23 @@ def test_a_newer_policy_keeps_everything(daemon: Daemon) -> None:
         agent.snapshot({"w": torch.ones(3)}, step=step).wait("durable", timeout=60)
     agent.close()
     assert steps(daemon.home) == [1, 2, 3]
+
+
+def test_every_refusal_of_the_daemon_is_told_however_many_tags_there_are(
+    place: Home, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The daemon is asked in several messages."""
+    tags = [tag(step) for step in range(250)]
+    wanted = {tags[3]: "it is pinned", tags[120]: "it is read"}
+    asked: list[m.Forget] = []
+
+    def receive() -> list[m.Forgotten]:
+        refused = {tag: why for tag, why in wanted.items() if tag in asked[-1].tags}
+        return [m.Forgotten(re=asked[-1].id, refused=refused)]
+
+    channel = SimpleNamespace(
+        send=asked.append, receive=receive, new_id=lambda: len(asked) + 1, close=lambda: None
+    )
+    monkeypatch.setattr(forgetting, "_daemon_of", lambda root, socket: channel)
+    assert forgetting._delete(place.root, "gpt", tags, None) == wanted
+    assert [tag for message in asked for tag in message.tags] == tags

@@ -88,6 +88,15 @@ def test_checkpoints_without_steps_are_ordered_by_number() -> None:
     assert [c.seq for c in to_retire(checkpoints, 1)] == [1, 2]
 
 
+def test_the_policies_of_the_newest_checkpoint_that_has_any_are_in_force() -> None:
+    older = dataclasses.replace(make(1, 1), retention=(LatestN(1),))
+    newer = dataclasses.replace(make(1, 2), retention=(EveryNSteps(3),))
+    tagged = dataclasses.replace(make(1, 3, "mine"), retention=(PreserveAll(),))
+    saved = [older, tagged, newer, make(2, 1)]
+    assert retention.policies_of(saved, [LatestN(7)]) == (EveryNSteps(3),)
+    assert retention.policies_of([tagged, make(2, 1)], [LatestN(7)]) == (LatestN(7),)
+
+
 # -- a policy that cannot choose
 
 

@@ -4,6 +4,7 @@ nothing, and other clients do not notice.
 
 from __future__ import annotations
 
+import asyncio
 import os
 import random
 import socket
@@ -29,6 +30,7 @@ from ckptd.shared.formats.segment import read_check, read_header
 from ckptd.shared.wire import frames
 from ckptd.shared.wire import messages as m
 from ckptd.shared.wire.channel import Channel
+from ckptd.shared.wire.session import SessionState
 from tests.support.daemons import Daemon, Home, holds, running, until, warn_soon
 
 
@@ -501,6 +503,21 @@ def test_a_slot_that_cannot_be_passed_on_leaves_no_descriptor_open() -> None:
     with pytest.raises(errors.StorageError):
         Connection._pass_on(cast(Connection, connection), 1, cast(list[Slot], ["a", "b"]))
     assert len(opened) == 3
+    for fd in opened:
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            os.fstat(fd)
+
+
+def test_the_descriptors_for_a_client_that_has_hung_up_are_closed() -> None:
+    opened = [os.open("/dev/null", os.O_RDONLY) for _ in range(2)]
+
+    async def handle(request: m.Request) -> tuple[m.Reply, list[int]]:
+        return m.Done(re=1), opened
+
+    connection = SimpleNamespace(
+        _seals=set(), _handle=handle, _session=SimpleNamespace(state=SessionState.CLOSED)
+    )
+    asyncio.run(Connection._answer(cast(Connection, connection), m.Status(id=1)))
     for fd in opened:
         with pytest.raises(OSError, match="Bad file descriptor"):
             os.fstat(fd)

@@ -82,6 +82,17 @@ def test_the_parts_are_written_while_the_slots_are_checked(
     assert world.told == [SnapshotState.DURABLE]
 
 
+def test_files_are_linked_from_the_same_attempt_on_as_many_ranks_only(world: World) -> None:
+    """Readers refuse a file in a checkpoint of an attempt that has not written it."""
+    world.run()
+    parts, (seal,) = world.saver._parts[world.saver.front], world.snapshot.seals.values()
+    before = parts._before(world.snapshot, seal)
+    assert before is not None
+    assert before.part.attempt == 1
+    for change in ({"attempt": 2}, {"world_size": 2}):
+        assert parts._before(dataclasses.replace(world.snapshot, **change), seal) is None
+
+
 def test_the_parts_of_all_ranks_are_written_at_the_same_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -20,11 +20,12 @@ import pytest
 
 from ckptd.shared import names
 from ckptd.shared.errors import Busy, NotFound
+from ckptd.shared.formats.binary import ALIGN
 from ckptd.shared.storage import locks
 from ckptd.shared.storage.locate import open_root
 from ckptd.shared.storage.posix import PosixStorage
 from ckptd.shared.storage.repository import Repository
-from ckptd.shared.system.fs import PosixFileSystem
+from ckptd.shared.system.fs import Buffer, PosixFileSystem
 from tests.shared.samples import write_checkpoint
 from tests.support.forks import context
 from tests.support.strangers import KINDS, NOBODY, holding, open_place
@@ -175,6 +176,34 @@ def test_the_names_of_a_directory_that_another_process_made_are_synced_once(tmp_
     for _ in range(2):
         storage.ensure(f"gpt/{TAG}")
         assert synced == [tmp_path.stat().st_ino, (tmp_path / "gpt").stat().st_ino]
+
+
+def test_a_file_is_synced_when_nothing_in_it_changes_any_more(tmp_path: Path) -> None:
+    """What follows the sync of a file is not durable when the save is acknowledged."""
+
+    class Noted(PosixFileSystem):
+        def write(self, fd: int, data: Buffer, offset: int) -> None:
+            calls.append("write")
+
+        def truncate(self, fd: int, length: int) -> None:
+            calls.append("truncate")
+            super().truncate(fd, length)
+
+        def sync(self, fd: int) -> None:
+            calls.append("sync")
+            super().sync(fd)
+
+        def sync_directory(self, directory: int) -> None:
+            calls.append("sync_directory")
+
+    calls = list[str]()
+    storage = PosixStorage(tmp_path, Noted())
+    storage.ensure("gpt")
+    calls.clear()
+    sink = storage.create("gpt/rank-00000.ckpt", 3 * ALIGN, b"head")
+    sink.append(bytes(100))
+    sink.finish()
+    assert calls == ["write", "write", "truncate", "sync", "sync_directory"]
 
 
 # -- a root that is lost

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import select
 import socket
 import tempfile
 import threading
@@ -149,6 +150,26 @@ def test_a_receive_without_waiting_takes_only_what_has_arrived(place: Path) -> N
         channel.close()
         with pytest.raises(DaemonUnreachable, match="the connection is closed"):
             channel.wait()
+
+
+@pytest.mark.parametrize(("seconds", "milliseconds"), [(2.5, 2500.0), (0, 0), (None, None)])
+def test_a_wait_takes_seconds(
+    place: Path, monkeypatch: pytest.MonkeyPatch, seconds: float | None, milliseconds: float | None
+) -> None:
+    class Poll:
+        def register(self, *arguments: object) -> None: ...
+
+        def poll(self, timeout: float | None) -> list[object]:
+            waited.append(timeout)
+            return []
+
+    waited: list[float | None] = []
+    with daemon(place, lambda peer: peer.welcome()):
+        channel = Channel(place, TIMEOUT)
+        monkeypatch.setattr(select, "poll", Poll)
+        assert not channel.wait(seconds)
+        channel.close()
+    assert waited == [milliseconds]
 
 
 def test_descriptors_come_along_and_are_taken_in_order(place: Path) -> None:
