@@ -414,7 +414,6 @@ FROM_OUTSIDE = {
     "agent/smp/checkpoints.py": "its test saves and resumes with `ckptd.agent.smp`",
     "agent/smp/full.py": "its test saves and resumes with `ckptd.agent.smp`",
     "daemon/saving/deleter.py": "its test takes the deleter out of the saver that owns it",
-    "daemon/commands/forgetting.py": "its test runs the commands `forget` and `pin`",
     "daemon/commands/run_command.py": "its test starts daemons as processes",
     "shared/storage/posix_root.py": "its test serves roots as a daemon does",
 }
