@@ -32,12 +32,15 @@ MAX_EVENTS = 100_000
 _decode_facts = msgspec.json.Decoder(dict[str, Any]).decode
 _SPARE = 1_000
 """The file is cut back to `MAX_EVENTS` whenever it has so many more."""
-_SCHEMA = f"""
-CREATE TABLE events (
-  id INTEGER PRIMARY KEY, time REAL NOT NULL, name TEXT NOT NULL, level INTEGER NOT NULL,
-  job TEXT NOT NULL, text TEXT NOT NULL, facts TEXT NOT NULL);
-CREATE INDEX events_by_job ON events (job, id);
-PRAGMA user_version = {VERSION};
+_SCHEMA = (
+    "CREATE TABLE IF NOT EXISTS events (id INTEGER PRIMARY KEY, time REAL NOT NULL, "
+    "name TEXT NOT NULL, level INTEGER NOT NULL, job TEXT NOT NULL, text TEXT NOT NULL, "
+    "facts TEXT NOT NULL)",
+    "CREATE INDEX IF NOT EXISTS events_by_job ON events (job, id)",
+    f"PRAGMA user_version = {VERSION}",
+)
+"""The statements that make a new file, in one transaction with its first events. Earlier
+versions had one for each, and may have left a file that lacks the last ones.
 """
 
 
@@ -90,7 +93,9 @@ class History(BackgroundHandler):
                 raise _newer(self._file, version)
             if version == 0:
                 self._file.chmod(0o600)
-                found.executescript(_SCHEMA)
+                found.execute("BEGIN IMMEDIATE")
+                for statement in _SCHEMA:
+                    found.execute(statement)
             found.executemany(
                 "INSERT INTO events (time, name, level, job, text, facts) VALUES (?,?,?,?,?,?)",
                 [
@@ -140,6 +145,8 @@ def read_history(
         (version,) = found.execute("PRAGMA user_version").fetchone()
         if version > VERSION:
             raise _newer(file, version)
+        if version == 0:
+            raise NotFound(f"the history {file} has no events yet")
         rows = found.execute(
             "SELECT time, name, level, text, facts FROM events "
             f"WHERE {' AND '.join(wanted)} ORDER BY id DESC LIMIT ?",

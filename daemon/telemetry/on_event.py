@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import logging
 import os
+import select
 import signal
 import subprocess
 import time
@@ -26,6 +27,7 @@ COMMAND_SECONDS = 30.0
 """Seconds after which a command is killed."""
 WEBHOOK_SECONDS = 10.0
 """Seconds that a webhook has to answer."""
+_KILLED_SECONDS = 1.0
 _SHOWN = 300
 
 
@@ -63,20 +65,13 @@ class OnEvent(BackgroundHandler):
     def _tell(self, event: LoggedEvent, repeated: int) -> None:
         try:
             if is_url(self._target):
-                self._call(report(event, repeated))
+                from ckptd.daemon.telemetry import webhook
+
+                webhook.call(self._target, report(event, repeated), WEBHOOK_SECONDS)
             else:
                 self._run_command(event, report(event, repeated))
         except (OSError, ValueError, subprocess.SubprocessError) as error:
             log.warning("on_event was not told of %s: %s", event.name, error)
-
-    def _call(self, body: bytes) -> None:
-        import urllib.request  # which takes some MB: only a daemon with a webhook pays them
-
-        request = urllib.request.Request(
-            self._target, body, {"Content-Type": "application/json"}, method="POST"
-        )
-        with urllib.request.urlopen(request, timeout=WEBHOOK_SECONDS):
-            pass
 
     def _run_command(self, event: LoggedEvent, body: bytes) -> None:
         told = {
@@ -84,29 +79,63 @@ class OnEvent(BackgroundHandler):
             "CKPTD_EVENT_JOB": event.job,
             "CKPTD_EVENT_TEXT": event.text,
         }
-        process = subprocess.Popen(
-            ["/bin/sh", "-c", self._target],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            env=os.environ | {name: text.replace("\0", "") for name, text in told.items()},
-            start_new_session=True,
-        )
-        try:
-            _, said = process.communicate(body, COMMAND_SECONDS)
-        except subprocess.TimeoutExpired:
+        with os.fdopen(os.memfd_create("ckptd-report"), "w+b") as given:
+            given.write(body)
+            given.seek(0)
+            process = subprocess.Popen(
+                ["/bin/sh", "-c", self._target],
+                stdin=given,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                env=os.environ | {name: text.replace("\0", "") for name, text in told.items()},
+                start_new_session=True,
+            )
+        ended, said = _wait(process, COMMAND_SECONDS)
+        if not ended:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
-            process.communicate()
+            with suppress(subprocess.TimeoutExpired):  # it may hang in the kernel
+                process.wait(_KILLED_SECONDS)
             log.warning(
                 "on_event: the command did not end within %.0f s, and was killed", COMMAND_SECONDS
             )
-            return
-        if process.returncode:
+        elif process.returncode:
             log.warning(
                 "on_event: the command ended with %d: %s",
                 process.returncode, said.decode(errors="replace").strip()[-_SHOWN:],
             )  # fmt: skip
+
+
+def _wait(process: subprocess.Popen[bytes], seconds: float) -> tuple[bool, bytes]:
+    """Wait until the process has ended, at most for so many seconds. Return whether it
+    has, and the last bytes of its standard error.
+
+    A child that the process has left behind may hold standard error open: its end is
+    not waited for.
+    """
+    stderr, said = process.stderr, b""
+    assert stderr is not None
+    end, waiting = time.monotonic() + seconds, select.poll()
+    with stderr:
+        os.set_blocking(stderr.fileno(), False)
+        alive = os.pidfd_open(process.pid)
+        try:
+            waiting.register(alive, select.POLLIN)
+            waiting.register(stderr, select.POLLIN)
+            ended = False
+            while not ended and (left := end - time.monotonic()) > 0:
+                ready = dict(waiting.poll(left * 1000))
+                ended = alive in ready
+                if stderr.fileno() in ready:
+                    if more := stderr.read(1 << 16):
+                        said = (said + more)[-4 * _SHOWN :]
+                    else:
+                        waiting.unregister(stderr)
+        finally:
+            os.close(alive)
+    if ended:
+        process.wait()
+    return ended, said
 
 
 def is_reported(record: logging.LogRecord) -> bool:

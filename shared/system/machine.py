@@ -15,8 +15,14 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from ckptd.shared.location import Location
-from ckptd.shared.system.owners import is_usable_for_sockets, own_directories, own_directory
+from ckptd.shared.system.owners import (
+    is_usable_for_sockets,
+    make_own_directory,
+    own_directories,
+    own_directory,
+)
 
+_TEMPORARY = Path("/var/tmp")
 _MOST_OF_A_SOCKET = 96
 """The longest path of a private socket in $XDG_RUNTIME_DIR, in bytes. A socket address
 holds 107 bytes (unix(7)). The rest is for a suffix, such as the process number that
@@ -132,7 +138,7 @@ def default_state_dir(environ: Mapping[str, str] | None = None) -> Path:
     This is $STATE_DIRECTORY, which systemd sets. Without it, it is /var/lib/ckptd for
     the user root, and `ckptd` in $XDG_STATE_HOME or ~/.local/state for other users. If
     that cannot be made, as in a container without a home, it is a directory of this
-    user in /var/tmp.
+    user in /var/tmp, which is made, so that the next call finds it again.
     """
     environ = os.environ if environ is None else environ
     if systemd := environ.get("STATE_DIRECTORY", "").split(":")[0]:
@@ -144,7 +150,11 @@ def default_state_dir(environ: Mapping[str, str] | None = None) -> Path:
         usual = Path(state if os.path.isabs(state) else os.path.join(home, ".local/state"), "ckptd")
     if usual.is_absolute() and _can_be_made(usual):
         return usual
-    return own_directory(Path(f"/var/tmp/ckptd-{os.geteuid()}"))
+    without_home = _TEMPORARY / f"ckptd-{os.geteuid()}"
+    try:
+        return make_own_directory(without_home)
+    except OSError:  # whoever uses the directory says which setting names another one
+        return without_home
 
 
 def configured_state_dir() -> Path:

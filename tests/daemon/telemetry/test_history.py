@@ -8,12 +8,13 @@ import resource
 import signal
 import sqlite3
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
 from ckptd.daemon.telemetry.background import LoggedEvent
-from ckptd.daemon.telemetry.history import VERSION, History, read_history
+from ckptd.daemon.telemetry.history import _SCHEMA, VERSION, History, read_history
 from ckptd.shared.errors import NewerFormat, NotFound, StorageError
 from ckptd.shared.system import machine
 
@@ -110,6 +111,25 @@ def test_a_history_that_cannot_be_written_is_told_once_and_goes_on_later(
         f"the history {file} is written again",
     ]
     assert read_history(file) == [event(3)]
+
+
+def test_a_file_that_was_half_made_is_completed(file: Path) -> None:
+    """A daemon of an earlier version was killed, or the disk was full."""
+    with closing(sqlite3.connect(file)) as made, made:
+        made.execute(_SCHEMA[0])
+    with pytest.raises(NotFound, match="has no events yet$"):
+        read_history(file)
+    written(file, [event(1)], [event(2)])
+    assert read_history(file) == [event(1), event(2)]
+
+
+def test_a_file_is_made_with_its_first_events_or_not_at_all(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ckptd.daemon.telemetry.history._SCHEMA", (*_SCHEMA[:1], "no SQL"))
+    written(file, [event(1)])
+    with closing(sqlite3.connect(file)) as found:
+        assert found.execute("SELECT name FROM sqlite_schema").fetchall() == []
 
 
 def test_what_cannot_be_read_says_why(file: Path) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
+import os
+import signal
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -113,6 +115,27 @@ def test_a_command_that_hangs_is_killed_with_its_children(
     ]
 
 
+@pytest.mark.usefixtures("processes")
+def test_a_child_that_a_command_leaves_behind_holds_no_report(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has a session of its own, and keeps standard error open."""
+    monkeypatch.setattr(on_event, "COMMAND_SECONDS", 1e6)
+    pid = tmp_path / "pid"
+    told(f"setsid sh -c 'echo $$ > {pid}; exec sleep 600' & echo late >&2; exit 4", event())
+    assert [record.getMessage() for record in caplog.records] == [
+        "on_event: the command ended with 4: late"
+    ]
+    until(lambda: pid.exists() and pid.read_text().endswith("\n"), "the child's number")
+    os.kill(int(pid.read_text()), signal.SIGKILL)
+
+
+@pytest.mark.usefixtures("processes")
+def test_a_command_may_say_much_and_read_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    told("head -c 1000000 /dev/zero >&2; echo the end >&2; exit 1", event())
+    assert [record.getMessage()[-8:] for record in caplog.records] == ["\0the end"]
+
+
 class Webhook(BaseHTTPRequestHandler):
     got: ClassVar[list[tuple[str, Any]]] = []
     status = 200
@@ -148,7 +171,7 @@ def test_a_webhook_that_refuses_or_hangs_or_is_gone_is_logged(
     server: HTTPServer, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     Webhook.status = 503
-    told(f"http://127.0.0.1:{server.server_port}/hook", event())
+    told(f"http://127.0.0.1:{server.server_port}/hook", event(), event(job="bert"))
     monkeypatch.setattr(on_event, "WEBHOOK_SECONDS", 0.2)
     with HTTPServer(("127.0.0.1", 0), Webhook) as silent:  # it accepts and never answers
         told(f"http://127.0.0.1:{silent.server_port}/hook", event())
@@ -157,10 +180,11 @@ def test_a_webhook_that_refuses_or_hangs_or_is_gone_is_logged(
     texts = [record.getMessage() for record in caplog.records]
     assert [text.partition(": ")[0] for text in texts] == [
         "on_event was not told of save.failed"
-    ] * 3
+    ] * 4
     assert "503" in texts[0]
-    assert "timed out" in texts[1]
-    assert "refused" in texts[2]
+    assert "503" in texts[1]
+    assert "no answer within 0.2 s" in texts[2]
+    assert "refused" in texts[3]
 
 
 def test_a_report_is_one_line_of_json() -> None:

@@ -8,12 +8,14 @@ import hashlib
 import os
 import pwd
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from ckptd.shared.system import machine
+from ckptd.shared.system.fs import PosixFileSystem, make_directories
 from tests.support.cases import each_case
 
 
@@ -152,13 +154,43 @@ def test_another_user_uses_a_directory_in_the_home(
 
 @pytest.mark.parametrize("home", [{}, {"HOME": "/proc/nowhere"}, {"HOME": "relative"}])
 def test_without_a_home_the_default_is_in_var_tmp(
-    home: dict[str, str], monkeypatch: pytest.MonkeyPatch
+    home: dict[str, str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    assert Path("/var/tmp") == machine._TEMPORARY
+    monkeypatch.setattr(machine, "_TEMPORARY", tmp_path)
     monkeypatch.setattr(os, "geteuid", lambda: 12345)
+    monkeypatch.setattr(os, "mkdir", made_by(12345, os.mkdir))
     monkeypatch.setattr(
         os, "access", lambda path, mode, **options: not str(path).startswith("/proc")
     )
-    assert str(machine.default_state_dir(home)).startswith("/var/tmp/ckptd-12345")
+    assert machine.default_state_dir(home) == tmp_path / "ckptd-12345"
+
+
+@pytest.mark.parametrize("taken", [False, True])
+def test_the_directory_in_var_tmp_is_the_same_at_every_start(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, taken: bool
+) -> None:
+    """Another directory would have no journal, and not the slots that lie on the disk."""
+    monkeypatch.setattr(machine, "_TEMPORARY", tmp_path)
+    monkeypatch.setattr(os, "geteuid", lambda: 12345)
+    monkeypatch.setattr(os, "mkdir", made_by(12345, os.mkdir))
+    if taken:
+        (tmp_path / "ckptd-12345").mkdir(mode=0o777)
+        os.chown(tmp_path / "ckptd-12345", 1, 1)
+    first = machine.default_state_dir({})
+    make_directories(PosixFileSystem(), first / "host" / "root")
+    assert (first.stat().st_mode & 0o777, machine.default_state_dir({})) == (0o700, first)
+    assert len(list(tmp_path.iterdir())) == 1 + taken
+
+
+def made_by(uid: int, mkdir: Callable[..., None]) -> Callable[..., None]:
+    """Return `mkdir` with directories that belong to a user."""
+
+    def made(path: Path, mode: int = 0o777, **options: Any) -> None:
+        mkdir(path, mode, **options)
+        os.chown(path, uid, uid, **options)
+
+    return made
 
 
 def test_a_home_that_this_user_cannot_see_is_not_used(
@@ -168,11 +200,13 @@ def test_a_home_that_this_user_cannot_see_is_not_used(
     if os.geteuid():
         pytest.skip("only root can become another user")
     (tmp_path / "home").mkdir(mode=0o700)
+    monkeypatch.setattr(machine, "_TEMPORARY", tmp_path)  # where this user may make nothing
     os.seteuid(12345)
     try:
-        assert str(
+        assert (
             machine.default_state_dir({"HOME": str(tmp_path / "home" / "inner")})
-        ).startswith("/var/tmp/ckptd-12345")
+            == tmp_path / "ckptd-12345"
+        )
     finally:
         os.seteuid(0)
 
