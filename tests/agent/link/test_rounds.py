@@ -650,8 +650,8 @@ def test_ranks_that_have_not_called_are_named_once(
 def test_ranks_that_are_slow_in_a_later_round_are_not_said_not_to_have_called(
     ranks: list[Exchange], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rounds, "WARN_SECONDS", 0.2)
     attempt(round_of(ranks[1], "recover/1/then/3/open", seconds=0.1))
+    monkeypatch.setattr(rounds, "WARN_SECONDS", 0.2)
     with pytest.raises(
         SnapshotFailed,
         match=r"^ranks 1, 2 sent nothing within \d+ s: the other ranks wait in recover\(\)$",
@@ -665,8 +665,8 @@ def test_ranks_that_are_slow_in_a_later_round_are_not_said_not_to_have_called(
 def test_a_rank_that_has_made_another_call_meanwhile_is_told_in_a_later_round(
     two: list[Exchange], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rounds, "WARN_SECONDS", 0.2)
     attempt(round_of(two[1], "plan/1/40", seconds=0.1))
+    monkeypatch.setattr(rounds, "WARN_SECONDS", 0.2)
     other = ": its last call was snapshot(step=40), not recover(); all ranks must make the same"
     with pytest.raises(SnapshotFailed, match=re.escape(other)):
         round_of(two[0], "recover/1/then/3/load", seconds=1.2)()
