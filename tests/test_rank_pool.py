@@ -59,7 +59,7 @@ def state() -> dict[str, Any]:
         "kept": dict(HERE),
         "job": os.environ.get("CKPTD_JOB"),
         "directory": os.getcwd(),
-        "signal": signal.getsignal(signal.SIGTERM),
+        "signal": repr(signal.getsignal(signal.SIGTERM)),
         "warnings": list(warnings.filters),
         "tensor": str(torch.empty(0)),
         "threads": torch.get_num_threads(),

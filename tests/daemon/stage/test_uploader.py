@@ -574,7 +574,7 @@ def test_the_stage_alone_serves_while_the_store_is_down(
 ) -> None:
     if stores.program("weed") is None:
         pytest.skip("seaweed is not installed")
-    place.root = Url("s3", "bucket", ("runs",))  # type: ignore[assignment]
+    place.root = Url("s3", "bucket", (names.new_nonce().hex(),))  # type: ignore[assignment]
     with stores.seaweed(tmp_path / "store") as server:
         stores.make_bucket(server, "bucket")
         for name, value in server.environ.items():
