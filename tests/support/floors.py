@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-FLOORS = {"agent": 96, "daemon": 92, "shared": 98}
+FLOORS = {"agent": 97, "daemon": 97, "shared": 98}
 """The least percentage of statements and branches together, by package: what was
 measured, rounded down.
 """
