@@ -34,18 +34,19 @@ for _name in [name for name in os.environ if name.startswith("CKPTD_")]:
     del os.environ[_name]
 
 
-# Collection makes millions of objects that live until the end, and no garbage.
-gc.disable()
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Collect without looking for garbage: what is made then lives until the end."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     tiers.mark(items)
-
-
-@pytest.hookimpl(trylast=True)
-def pytest_collection_finish() -> None:
-    gc.freeze()
-    gc.enable()
 
 
 @pytest.hookimpl(tryfirst=True)
