@@ -153,7 +153,7 @@ def default_state_dir(environ: Mapping[str, str] | None = None) -> Path:
     without_home = _TEMPORARY / f"ckptd-{os.geteuid()}"
     try:
         return make_own_directory(without_home)
-    except OSError:  # whoever uses the directory says which setting names another one
+    except OSError:  # the error of its first use names the setting
         return without_home
 
 

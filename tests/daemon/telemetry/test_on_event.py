@@ -119,7 +119,7 @@ def test_a_command_that_hangs_is_killed_with_its_children(
 def test_a_child_that_a_command_leaves_behind_holds_no_report(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It has a session of its own, and keeps standard error open."""
+    """The child has a session of its own, and keeps standard error open."""
     monkeypatch.setattr(on_event, "COMMAND_SECONDS", 1e6)
     pid = tmp_path / "pid"
     told(f"setsid sh -c 'echo $$ > {pid}; exec sleep 600' & echo late >&2; exit 4", event())

@@ -179,7 +179,7 @@ def test_the_names_of_a_directory_that_another_process_made_are_synced_once(tmp_
 
 
 def test_a_file_is_synced_when_nothing_in_it_changes_any_more(tmp_path: Path) -> None:
-    """What follows the sync of a file is not durable when the save is acknowledged."""
+    """A change after the sync would not be durable when the save is acknowledged."""
 
     class Noted(PosixFileSystem):
         def write(self, fd: int, data: Buffer, offset: int) -> None:
