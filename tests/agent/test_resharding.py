@@ -22,17 +22,12 @@ import torch.distributed as dist
 
 from ckptd.agent import CkptdError, per_rank
 from ckptd.shared.errors import StructureMismatch
+from tests.support import ranks as rank_processes
 from tests.support.daemons import Daemon
-from tests.support.ranks import HERE, Lend, Ranks
+from tests.support.ranks import HERE, Lend
 from tests.support.sharded import Plain, agent, build, parts, plain, saved
 
-
-@pytest.fixture(scope="module")
-def pool() -> Lend:
-    """New ranks for each test: in ranks that had trained before, a backward pass of DDP
-    has once got no result of its all-reduce.
-    """
-    return Ranks
+pool = rank_processes.new_ranks
 
 
 class Loader:

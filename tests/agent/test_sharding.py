@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from ckptd.shared.system import failpoints
+from tests.support import ranks as rank_processes
 from tests.support.daemons import Daemon
 from tests.support.ranks import Lend, Ranks
 from tests.support.sharded import (
@@ -41,12 +42,7 @@ from tests.support.sharded import (
 pytestmark = pytest.mark.usefixtures("processes")
 
 
-@pytest.fixture(scope="module")
-def pool() -> Lend:
-    """New ranks for each test: in ranks that had trained before, a backward pass of DDP
-    has once got no result of its all-reduce.
-    """
-    return Ranks
+pool = rank_processes.new_ranks
 
 
 @pytest.fixture(

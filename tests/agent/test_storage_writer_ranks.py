@@ -29,19 +29,14 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 from ckptd.agent import Checkpoint, StorageReader, StorageWriter
 from ckptd.agent.dcp.targets import leave_all
+from tests.support import ranks as rank_processes
 from tests.support.ranks import HERE, Lend, RankFailed, Ranks
 from tests.support.sharded import build, differing, together, train, whole
 
 pytestmark = pytest.mark.usefixtures("processes")
 
 
-@pytest.fixture(scope="module")
-def pool() -> Lend:
-    """New ranks for each test: in ranks that had trained before, a backward pass of DDP
-    has once got no result of its all-reduce.
-    """
-    return Ranks
-
+pool = rank_processes.new_ranks
 
 Base = tuple[Path, Path | None]
 """Where saves go, and the daemon's socket."""

@@ -16,6 +16,7 @@ from contextlib import AbstractContextManager
 from multiprocessing.connection import Connection
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -149,3 +150,12 @@ def _serve(rank: int, world_size: int, port: int, pipe: Connection, armed: str) 
         except BaseException:
             answer = (False, traceback.format_exc())
         pipe.send(answer)
+
+
+@pytest.fixture(scope="module")
+def new_ranks() -> Lend:
+    """New ranks for each test. A module with tests of DDP sets its `pool` to this: in
+    ranks that had trained before, a backward pass has once got no result of its
+    all-reduce.
+    """
+    return Ranks

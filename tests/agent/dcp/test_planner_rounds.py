@@ -41,8 +41,9 @@ from tests.agent.dcp.test_storage_writer import (
     same,
     state,
 )
+from tests.support import ranks as rank_processes
 from tests.support.daemons import Daemon
-from tests.support.ranks import HERE, Lend, Ranks
+from tests.support.ranks import HERE, Lend
 from tests.support.sharded import build, differing, together, train, whole
 
 pytestmark = pytest.mark.filterwarnings(
@@ -50,12 +51,7 @@ pytestmark = pytest.mark.filterwarnings(
 )
 
 
-@pytest.fixture(scope="module")
-def pool() -> Lend:
-    """New ranks for each test: in ranks that had trained before, a backward pass of DDP
-    has once got no result of its all-reduce.
-    """
-    return Ranks
+pool = rank_processes.new_ranks
 
 
 def agent(daemon: Daemon, planner: Any = None, load_planner: Any = None, job: str = "job") -> Agent:

@@ -19,21 +19,17 @@ from ckptd.agent import Agent, per_rank
 from ckptd.agent.recover import conversions
 from ckptd.shared.errors import CkptdError, InvalidRequest, StructureMismatch
 from tests.oracle.prints import text
+from tests.support import ranks as rank_processes
 from tests.support import sharded
 from tests.support.daemons import Daemon
-from tests.support.ranks import HERE, Lend, Ranks
+from tests.support.ranks import HERE, Lend
 from tests.support.refusals import exit_of
 from tests.support.storage import part_in
 
 pytestmark = pytest.mark.usefixtures("processes")
 
 
-@pytest.fixture(scope="module")
-def pool() -> Lend:
-    """New ranks for each test: in ranks that had trained before, a backward pass of DDP
-    has once got no result of its all-reduce.
-    """
-    return Ranks
+pool = rank_processes.new_ranks
 
 
 @pytest.mark.parametrize("kind", sharded.KINDS)
