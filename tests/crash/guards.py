@@ -26,7 +26,7 @@ from random import Random
 
 ROOT = Path(__file__).parents[2]
 SYNCS = frozenset({"sync", "sync_data", "sync_directory"})
-TREES = ("agent", "daemon", "shared", "tests")
+TREES = ("agent", "daemon", "shared", "tests", "docs")
 SECONDS = 300
 
 STATES = "tests.crash.states --states 2500 --seed 1 --most 1"
