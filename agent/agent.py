@@ -362,7 +362,7 @@ class Agent:
         pending.attempt = link.attempt
         budget = link.stall_budget if on_busy == "wait" else 0.0
         deadline = time.monotonic() + budget
-        if budget and not link.client.connected:
+        if budget and not link.client.connected and link.client.refusal is None:
             log.warning(
                 "the daemon is gone: the snapshot of step %d waits up to %g s for the next one",
                 pending.step,

@@ -86,7 +86,7 @@ async def many(jobs: int, checkpoints: int, runs: int) -> None:
     listener = listen_for_http(HttpAddress("127.0.0.1", 0))
     address = f"127.0.0.1:{listener.getsockname()[1]}"
     with Telemetry(listener, None) as telemetry:
-        telemetry.ready(parts, lambda: 10**12)
+        telemetry.ready(parts, lambda: 10**12, lambda: 0)
         await asyncio.sleep(1.5)
         found = [await asyncio.to_thread(scrape, address) for _ in range(runs)]
     took, text = sorted(seconds for seconds, _ in found), found[-1][1]

@@ -190,9 +190,9 @@ async def opened(
                 # stage. An attempt may then begin in memory while the root does not
                 # answer, and recover from the stage.
                 for job in parts.catalog.jobs.values():
-                    job.attempt = max(
-                        [job.attempt, *(one.attempt for one in job.checkpoints.values())]
-                    )
+                    staged = max((one.attempt for one in job.checkpoints.values()), default=0)
+                    if staged > job.attempt:
+                        job.attempt, job.world_size = staged, 0
                 parts.uploader.start()
             parts.heartbeats.resume(parts.catalog.jobs.values())
             try:

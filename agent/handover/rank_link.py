@@ -91,6 +91,7 @@ class RankLink:
         self.rank, self.world_size = ranks.rank, ranks.world_size
         self.calls = CallLock(self._tidy)
         self.attempt = 0
+        self._root_identity = ""  # that of the root for which the attempt was begun
         self.schedules = 0
         self.node: Membership | None = None
         self._board: Board | None = None
@@ -189,6 +190,7 @@ class RankLink:
                 )
         self.handovers.last_step = -1
         self.attempt = begun.attempt
+        self._root_identity = self.client.welcome.identity
         self.node = begun.node
         self.ranks.scope = self.job
         if (
@@ -449,6 +451,7 @@ class RankLink:
                 run=launch_id(),
                 node=self.node,
                 foreign_memory=self._foreign_memory,
+                identity=self._root_identity,
             ),
             m.Began,
             CALL_SECONDS,

@@ -24,7 +24,6 @@ from ckptd.shared.errors import (
     CkptdError,
     DaemonUnreachable,
     Fenced,
-    Forbidden,
     ForeignMemory,
     ProtocolError,
     from_wire,
@@ -41,7 +40,8 @@ CALL_SECONDS = 30.0
 """Seconds that the daemon has to answer a short request."""
 # Seconds between two tries to reconnect; doubled after each.
 _FIRST_DELAY, _LONGEST_DELAY = 0.05, 2.0
-# Seconds between two looks whether the right root is back.
+# Seconds between two looks whether the right root is back, and the most between two
+# tries after another refusal.
 _FOREIGN_DELAY = 5.0
 
 
@@ -78,9 +78,11 @@ class Client:
     lost: called with the error if `resume` finds that the attempt is over, because a
         newer attempt has begun. The client is then closed. Also called if the daemon
         serves another root than that for which the attempt was begun. The client then
-        asks again until `resume` succeeds, because the root is back. In both cases
-        `refusal` is the error, which calls raise.
+        asks again until `resume` succeeds, because the root is back.
     late: called with every reply whose caller has stopped waiting.
+
+    `refusal` is the error with which a daemon that answers refuses this rank now, or
+    None. Calls raise it. Unless it is Fenced, the client asks again.
     """
 
     def __init__(
@@ -107,7 +109,8 @@ class Client:
         self._protocol_error: CkptdError | None = None
         # True once the client is closed for good: it sends and receives nothing any more.
         self.closed = False
-        self.refusal: Fenced | ForeignMemory | None = None
+        self.refusal: CkptdError | None = None
+        self._delay = _FIRST_DELAY  # before the client asks again after the next refusal
         self._resumer: threading.Thread | None = None  # the thread that calls `resume`
         self._up = Flag()
         self._down_since = 0.0
@@ -131,7 +134,7 @@ class Client:
         """Wait for a lost connection to come back.
 
         Return False if it is not back `budget` seconds after it was lost, or as soon as
-        the next daemon refuses the attempt.
+        the next daemon refuses this rank for a reason that a retry does not help.
 
         The time counts from the loss, so that an outage costs the training `budget`
         seconds once, and not at every call. Returns False at once if a call has timed
@@ -139,12 +142,15 @@ class Client:
         """
         return (
             not self._silent
-            and self.refusal is None
+            and not self._is_refused()
             and self._up.wait(
-                max(0.0, self._down_since + budget - time.monotonic()),
-                unless=lambda: self.refusal is not None,
+                max(0.0, self._down_since + budget - time.monotonic()), unless=self._is_refused
             )
         )
+
+    def _is_refused(self) -> bool:
+        """Return True if waiting does not help, because the daemon refuses this rank."""
+        return self.refusal is not None and not self.refusal.retry
 
     def call(
         self, make: Make, kind: type[R], timeout: float | None
@@ -269,7 +275,7 @@ class Client:
             self._send(make, call)
         except Nested:
             self._posts.append((make, call))
-        except (DaemonUnreachable, Fenced, ForeignMemory) as error:
+        except CkptdError as error:  # the connection is lost, or the daemon refuses this rank
             log.debug("a message was not sent: %s", error)
 
     def _inside(self) -> bool:
@@ -295,7 +301,7 @@ class Client:
                 and os.getpid() == self._pid
                 and threading.current_thread() is not self._resumer
             ):
-                raise type(self.refusal)(str(self.refusal))
+                raise from_wire(self.refusal.code, str(self.refusal))
             if self.closed or os.getpid() != self._pid:
                 raise DaemonUnreachable(
                     "this agent is closed"
@@ -372,12 +378,18 @@ class Client:
             with self._lock:  # no other thread may be sending on a socket that is being closed
                 self._gone = self._channel
                 self._channel.close()
+                if self._up.is_set():  # else this rank was refused, and the outage goes on
+                    self._down_since = time.monotonic()
                 self._up.clear()
             if self.closed:
                 self._fail_calls(DaemonUnreachable("this agent is closed"))
                 return
-            self._down_since, self._silent = time.monotonic(), False
-            log.warning("connection to the daemon lost (%s); reconnecting", reason)
+            self._silent = False
+            log.log(
+                logging.WARNING if self.refusal is None else logging.DEBUG,
+                "connection to the daemon lost (%s); reconnecting",
+                reason,
+            )
             self._fail_calls(DaemonUnreachable(f"the connection to the daemon was lost: {reason}"))
             if not self._connect_again():
                 return
@@ -414,20 +426,17 @@ class Client:
             call.done.set()
 
     def _connect_again(self) -> bool:
-        delay, said = _FIRST_DELAY, False
+        delay, refused = _FIRST_DELAY, False
         while not self.closed:
             try:
                 channel = self._place.connect()
             except CkptdError as error:
-                strange, said = (
-                    isinstance(error, Forbidden) and not said,
-                    said or isinstance(error, Forbidden),
-                )
-                log.log(
-                    logging.WARNING if strange else logging.DEBUG,
-                    "cannot reconnect to the daemon yet: %s",
-                    error,
-                )
+                refused = not isinstance(error, DaemonUnreachable)
+                if refused:
+                    self._refused(error)
+                else:
+                    self.refusal = None
+                    log.debug("cannot reconnect to the daemon yet: %s", error)
                 time.sleep(delay)
                 delay = min(2 * delay, _LONGEST_DELAY)
                 continue
@@ -436,6 +445,8 @@ class Client:
                     channel.close()
                     return False
                 self._channel, self.welcome = channel, channel.welcome
+                if refused:
+                    self.refusal = None
             # The session is resumed on a thread of its own, because this thread must
             # receive the replies.
             threading.Thread(
@@ -449,34 +460,43 @@ class Client:
         try:
             self._resume()
         except Fenced as error:
-            self.refusal = error
-            self._up.wake()
+            self._refused(error)
             self._lost(error)
             self.close()
-        except ForeignMemory as error:
-            known, self.refusal = self.refusal is not None, error
-            self._up.wake()
-            if not known:
-                self._lost(error)
-            # The disk may be mounted later, and the next daemon then has the right root.
-            time.sleep(_FOREIGN_DELAY)
-            channel.end()
-        except Exception as error:
-            if isinstance(error, CkptdError):
-                log.warning(
-                    "the daemon is back, but this rank could not resume its session: %s", error
-                )
-            else:
-                log.exception("the daemon is back, but this rank could not resume its session")
+        except DaemonUnreachable as error:
+            log.warning("the daemon is back, but this rank could not resume its session: %s", error)
             channel.end()  # the client's thread then reconnects once more
+        except CkptdError as error:
+            is_foreign = isinstance(error, ForeignMemory)
+            if self._refused(error) and is_foreign:
+                self._lost(error)
+            # The reason may pass: the disk may be mounted later, and the next daemon then has
+            # the right root.
+            delay, self._delay = self._delay, min(2 * self._delay, _FOREIGN_DELAY)
+            time.sleep(_FOREIGN_DELAY if is_foreign else delay)
+            channel.end()
+        except Exception:
+            log.exception("the daemon is back, but this rank could not resume its session")
+            channel.end()
         else:
             with self._lock:
                 # It was lost again, and the next one is resumed by another thread.
                 if self._gone is channel:
                     return
-                self.refusal = None
+                self.refusal, self._delay = None, _FIRST_DELAY
                 self._up.set()
             log.info("the daemon is back after %.1f s", time.monotonic() - self._down_since)
+
+    def _refused(self, error: CkptdError) -> bool:
+        """Record that the daemon refuses this rank, and wake the threads that wait for a
+        connection. Return True, and log the error, if it is another one than before.
+        """
+        before, self.refusal = self.refusal, error
+        self._up.wake()
+        new = type(error) is not type(before) or str(error) != str(before)
+        if new:
+            log.warning("the daemon refuses this rank: %s", error)
+        return new
 
 
 def _descriptors(channel: Channel, message: m.Reply) -> Sequence[Descriptor]:

@@ -23,9 +23,9 @@ SLOW_LOOP_SECONDS = 1.0
 class Problem:
     """A reason why a daemon is not well.
 
-    what: its kind, one of `not-ready`, `loop`, `root`, `clients`, `memory`, `stage`,
-    `overdue`, `old`, `room`, `non-finite`, `replicas`, `failed` and `damaged`. job: the name of the
-    job, or "". message: one sentence.
+    what: its kind, one of `not-ready`, `loop`, `root`, `clients`, `memory`, `refused`,
+    `stage`, `overdue`, `old`, `room`, `non-finite`, `replicas`, `failed` and `damaged`. job:
+    the name of the job, or "". message: one sentence.
     """
 
     what: str
@@ -75,6 +75,9 @@ def _of_daemon(status: Mapping[str, Any]) -> Iterator[Problem]:
             f"of this job are refused: mount the right root there and restart the daemon, or "
             f"decide with CKPTD_FOREIGN_MEMORY",
         )
+    for one in status.get("refused", ()):
+        name = f"job {one['job']}: " if one["job"] else ""
+        yield Problem("refused", one["job"], name + one["message"])
 
 
 def _of_stage(stage: Mapping[str, Any]) -> Iterator[Problem]:

@@ -119,6 +119,8 @@ def status_text(status: dict[str, Any], columns: int | None = None) -> str:
             f"{size_text(held['bytes'])} in memory; runs of this job are refused, see "
             f"CKPTD_FOREIGN_MEMORY"
         )
+    for one in status.get("refused", ()):
+        lines.append(f"  REFUSED        {one['job']}{': ' if one['job'] else ''}{one['message']}")
     rows = [("JOB", "ATTEMPT", "IN MEMORY", "ON STORAGE", "SAVING", "RANKS")]
     for job in status["jobs"]:
         sealed = job["last_sealed"]

@@ -36,7 +36,6 @@ from ckptd.shared import names
 from ckptd.shared.errors import Busy, Fenced, InvalidRequest, NotFound, SnapshotFailed
 from ckptd.shared.formats.membership import Membership
 from ckptd.shared.formats.segment import SlotState
-from ckptd.shared.system import machine
 from ckptd.shared.system.failpoints import failpoint
 from ckptd.shared.units import count_text
 from ckptd.shared.wire import messages as m
@@ -109,19 +108,23 @@ class Engine:
         wait: float | None = None,
         node: Membership | None = None,
         foreign_memory: str = "",
+        identity: str = "",
     ) -> Owner:
         """Begin the next attempt, if `attempt` is 0, or join or resume the given one.
 
-        Return the rank's owner.
+        A given attempt of which this daemon knows nothing was begun with an earlier
+        daemon, and continues here, unless the storage knows a newer one. Return the
+        rank's owner.
 
         process: the process of the rank. wait: seconds to wait for the end of another
         run of the job before the next attempt begins, or None to begin it at once.
         node: the membership of this node in an attempt of several nodes, which rank 0
         has begun with its daemon. foreign_memory: the treatment of snapshots of the job
         in memory that were saved for another root: "refuse", "adopt" or "drop", or ""
-        for the setting of this daemon.
+        for the setting of this daemon. identity: the identity of the root for which the
+        given attempt was begun, or "" if that is not known.
 
-        Raises Fenced if the attempt is over or unknown here, JobRunning if another run
+        Raises Fenced if the attempt is over, JobRunning if another run
         is alive after `wait`, ForeignMemory, InvalidName, InvalidRequest, Busy,
         StorageError.
         """
@@ -146,6 +149,8 @@ class Engine:
             await self._served.check(job)
         async with job.begin_lock:
             await self._foreign.apply_choice(job_name, foreign_memory)
+        if attempt:
+            self._foreign.check_attempt(job_name, attempt, identity, foreign_memory)
         dead: Collection[int] = ()
         if wait is not None and (attempt == 0 or (node is not None and attempt > job.attempt)):
             dead = await self._guard.wait_for_end(job, process, wait, everywhere=attempt == 0)
@@ -157,12 +162,9 @@ class Engine:
                 self._guard.check_alone(job, process, takeover=wait is None)
                 await self._claims.check_shared(job, attempt)
                 await self._start(job, attempt, world_size, node)
-            elif attempt > job.attempt:
-                raise Fenced(
-                    f"attempt {attempt} of job {job_name!r} was begun with another daemon: this "
-                    f"daemon on {machine.host()} "
-                    f"knows {job.attempt} as the newest; start this run again"
-                )
+            elif attempt > job.attempt or (attempt == job.attempt and not job.world_size):
+                await self._claims.bring(job, attempt)
+                await self._start(job, attempt, world_size, node)
             elif attempt < job.attempt:
                 raise _fenced(attempt, job)
             elif world_size != job.world_size:

@@ -218,7 +218,8 @@ class Job:
     storage.
 
     `attempt`: the newest attempt that has begun; no other attempt may seal.
-    `world_size`: the number of ranks in this attempt. `node`: the membership of this
+    `world_size`: the number of ranks in this attempt, or 0 if only checkpoints tell of
+    the attempt. `node`: the membership of this
     node in the attempt, or None if all ranks are on this node. `answer`: the last
     answer from the board in this attempt (`shared/wire/board.py`). `earlier`: the
     attempt before this one that began on this node. `abandoned`: by tag, the tries of

@@ -56,23 +56,22 @@ def described(held: HeldSnapshot, place: str, identity: str | None) -> str:
     root that is there now, or None if there is none.
     """
     former = "" if held.root.place in ("", place) else f", which was at {held.root.place}"
-    there = (
-        f"there is no root at {place} now"
-        if identity is None
-        else f"{place} has another root now, {identity[:_SHOWN]}"
-    )
     return (
         f"the memory of this node holds step {held.step} of attempt {held.attempt} of job "
         f"{held.job!r}, saved for root "
-        f"{held.root.identity[:_SHOWN]}{former}, but {there}: the root was deleted or replaced, "
-        f"or another "
-        "disk is mounted there. Nothing was recovered, and nothing was written. Either mount or "
-        "restore the "
-        f"right root at {place} and start again, or set CKPTD_FOREIGN_MEMORY for one run: `adopt` "
-        f"recovers "
-        "the snapshots in memory and saves them to the root that is there now, and `drop` deletes "
-        "them"
+        f"{held.root.identity[:_SHOWN]}{former}, but {_found(place, identity)}: the root was "
+        "deleted or replaced, or another disk is mounted there. Nothing was recovered, and nothing "
+        f"was written. Either mount or restore the right root at {place} and start again, or set "
+        "CKPTD_FOREIGN_MEMORY for one run: `adopt` recovers the snapshots in memory and saves them "
+        "to the root that is there now, and `drop` deletes them"
     )
+
+
+def _found(place: str, identity: str | None) -> str:
+    """Return a clause that says which root is at a place now."""
+    if identity is None:
+        return f"there is no root at {place} now"
+    return f"{place} has another root now, {identity[:_SHOWN]}"
 
 
 def read_held(directory: Path) -> Iterator[HeldSnapshot]:
@@ -181,6 +180,23 @@ class ForeignMemoryKeeper:
             )
         else:
             raise ForeignMemory(described(held, self._place, self._identity()))
+
+    def check_attempt(self, job: str, attempt: int, identity: str, choice: str = "") -> None:
+        """Check that the attempt of a live trainer was begun for this root.
+
+        identity: the identity of the root for which it was begun, or "" if that is not
+        known. choice: the choice of the run, or "" for the daemon's setting; with
+        `adopt`, the attempt continues in this root. Raises ForeignMemory.
+        """
+        ours = self._identity()
+        choice = choice if choice in FOREIGN_MEMORY_CHOICES else self._setting
+        if identity and identity != ours and choice != "adopt":
+            raise ForeignMemory(
+                f"attempt {attempt} of job {job!r} was begun for root {identity[:_SHOWN]}, but "
+                f"{_found(self._place, ours)}: mount or restore the right root there, and restart "
+                f"the daemon. To continue in the root that is there now, start the daemon with "
+                f"CKPTD_FOREIGN_MEMORY=adopt"
+            )
 
     def _identity(self) -> str | None:
         return None if self._slots.mark is None else self._slots.mark.identity

@@ -237,7 +237,9 @@ class Serving:
         parts.orphans.watch()
         watching = tasks.watched(self._vitals.watch(), "the watchdog")
         self.ready = True
-        self._telemetry.ready(parts, lambda: self._vitals.disk_free)
+        self._telemetry.ready(
+            parts, lambda: self._vitals.disk_free, lambda: self._vitals.refusals.count
+        )
         notify.notify("READY=1")
         if self._ready_fd >= 0:
             with suppress(BrokenPipeError):  # the process that waits for this may be dead

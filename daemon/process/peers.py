@@ -39,6 +39,15 @@ class Peer:
         """
         return os.dup(self._pidfd) if self._pidfd >= 0 else -1
 
+    def watch_if_possible(self) -> int:
+        """Return a new pidfd of the process, or -1 if it has none, or if no descriptor is
+        left.
+        """
+        try:
+            return self.watch()
+        except OSError:
+            return -1
+
     def started(self) -> float:
         """Return when the process started, in Unix seconds, or 0.0 if that is not
         known.

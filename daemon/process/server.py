@@ -15,6 +15,7 @@ import logging
 import os
 import socket
 import struct
+import time
 from collections import deque
 from collections.abc import Coroutine, Sequence
 from contextlib import suppress
@@ -133,6 +134,9 @@ class Server:
                 problem,
             )
             self.refused, self._refusing = self.refused + 1, True
+            # A process of another user is none of the trainers of this daemon.
+            if not isinstance(problem, Forbidden):
+                self.note_refusal(connection.peer, "", -1, str(problem), problem.code)
             connection.send_last(problem)
             return
         self._refusing = False
@@ -153,6 +157,11 @@ class Server:
         if self.descriptors.fits(limit, len(self.connections), new, len(self.engine.slots.slots)):
             return None
         return self.descriptors.refusal(limit, len(self.connections))
+
+    def note_refusal(self, peer: Peer, job: str, rank: int, reason: str, code: str) -> None:
+        self.vitals.refusals.note(
+            peer.pid, job, rank, reason, code, time.monotonic(), peer.watch_if_possible
+        )
 
     def was_closed(self, connection: Connection) -> None:
         self.connections.discard(connection)
@@ -189,6 +198,7 @@ class Server:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        self.vitals.refusals.close()
 
 
 class Connection:
@@ -289,6 +299,7 @@ class Connection:
             reply = self._error(
                 request, InternalError(f"internal error: {error!r}; the daemon's log has more")
             )
+        self._note_refusal(request, reply)
         if self._session.state is s.SessionState.CLOSED:
             _close_all(descriptors)
             return
@@ -308,6 +319,23 @@ class Connection:
             self.send(self._untold.popleft())
         if isinstance(reply, m.Error) and isinstance(request, m.Hello):
             self._close()
+
+    def _note_refusal(self, request: m.Request, reply: m.Reply) -> None:
+        """Record whether a process may connect, or a rank resume its attempt.
+
+        A run that begins is not recorded: the error ends it.
+        """
+        match request:
+            case m.Hello():
+                job, rank = "", -1
+            case m.Begin():
+                job, rank = request.job, request.rank
+            case _:
+                return
+        if not isinstance(reply, m.Error):
+            self._server.vitals.refusals.admit(self.peer.pid, job, rank)
+        elif not isinstance(request, m.Begin) or request.attempt:
+            self._server.note_refusal(self.peer, job, rank, reply.message, reply.code)
 
     def _error(self, request: m.Request, error: CkptdError) -> m.Error:
         log.info("%s: %s: %s", self.peer, type(request).__name__, error)
@@ -354,6 +382,7 @@ class Connection:
                         request.wait,
                         request.node,
                         request.foreign_memory,
+                        request.identity,
                     )
                 except BaseException:
                     if pidfd >= 0:

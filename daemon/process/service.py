@@ -368,6 +368,7 @@ class Service:
             "root": str(config.root),
             "identity": parts.identity,
             "foreign_memory": [held.report() for held in parts.foreign.held()],
+            "refused": [one.report() for one in vitals.refusals.lasting(time.monotonic())],
             "stage": None
             if parts.uploader is None
             else {"directory": str(config.stage), **parts.uploader.report()},

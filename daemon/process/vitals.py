@@ -16,6 +16,7 @@ from ckptd.daemon.composition import Components
 from ckptd.daemon.process import notify
 from ckptd.daemon.process.peers import is_stopped
 from ckptd.daemon.telemetry.overdue import LOOK_SECONDS, Overdue
+from ckptd.daemon.telemetry.refusals import Refusals
 
 log = logging.getLogger("ckptd")
 
@@ -41,7 +42,8 @@ class Vitals:
 
     `lag` is the last delay of the event loop, in seconds. `disk_free` is the free space
     under the root in bytes, or None while the storage is gone or does not answer.
-    `overdue` has the jobs that train on and are no longer saved.
+    `overdue` has the jobs that train on and are no longer saved, and `refusals` the
+    living processes that this daemon refuses.
     """
 
     def __init__(
@@ -58,6 +60,7 @@ class Vitals:
         self.lag = 0.0
         self.disk_free: int | None = None
         self.overdue = Overdue(is_stopped)
+        self.refusals = Refusals()
         # The time at which the measurement of the disk that is under way began.
         self._measuring: float | None = None
 
@@ -93,6 +96,7 @@ class Vitals:
             if now - looked > LOOK_SECONDS:
                 looked = now
                 self.overdue.look(self._parts.catalog.jobs.values(), time.time())
+                self.refusals.look(now)
             notify.notify("WATCHDOG=1")
 
     def _measure_disk(self) -> None:

@@ -66,6 +66,15 @@ class Attempts:
         """
         return await self._translated(job, lambda: self._repository.claim(job, attempt))
 
+    async def confirm(self, job: str, attempt: int) -> bool:
+        """Claim exactly this number, durably, unless it is claimed already.
+
+        Return False if the storage knows a newer attempt, or if another daemon is
+        faster. Raises StorageError; the caller may then retry.
+        """
+        newest = await self.find_newest(job)
+        return newest == attempt or (newest < attempt and await self.claim(job, attempt))
+
     async def check_exclusive(self, job: str) -> None:
         """Raise InvalidRequest if the storage cannot hold a job of several nodes, whose
         daemons may commit at the same time.
@@ -120,6 +129,8 @@ class Claims:
         self._seconds = seconds
         self._pending: dict[tuple[str, int], asyncio.Task[bool]] = {}
         self._lost: set[tuple[str, int]] = set()
+        # Attempts that live trainers have brought: an earlier daemon may have claimed them.
+        self._brought: set[tuple[str, int]] = set()
         # The claims that were begun for a run that was refused, by job.
         self._unused: dict[str, tuple[int, asyncio.Task[bool]]] = {}
 
@@ -184,7 +195,10 @@ class Claims:
         return task
 
     def _start(self, job: Job, attempt: int) -> asyncio.Task[bool]:
-        task = asyncio.get_running_loop().create_task(self._attempts.claim(job.name, attempt))
+        claim = (
+            self._attempts.confirm if (job.name, attempt) in self._brought else self._attempts.claim
+        )
+        task = asyncio.get_running_loop().create_task(claim(job.name, attempt))
         task.add_done_callback(lambda done: self._note_end(job, attempt, done))
         return task
 
@@ -269,6 +283,24 @@ class Claims:
         )
         task = self._pending[job.name, job.attempt] = self._start(job, job.attempt)
         await asyncio.wait([task], timeout=self._seconds)
+
+    async def bring(self, job: Job, attempt: int) -> None:
+        """Take the claim of an attempt from a live trainer, which an earlier daemon of
+        this root has begun, and of which nothing but the trainer and the storage knows.
+
+        The storage is waited for only as long as for a new attempt. After that, the
+        attempt continues in memory, and its saves wait. Raises Fenced if the storage
+        knows a newer attempt.
+        """
+        if not self.is_lost(job, attempt):
+            self._brought.add((job.name, attempt))
+            task = self._pending[job.name, attempt] = self._start(job, attempt)
+            await asyncio.wait([task], timeout=self._seconds)
+        if self.is_lost(job, attempt):
+            raise Fenced(
+                f"attempt {attempt} of job {job.name!r} has ended, because another run has begun a "
+                f"newer attempt: this run can no longer save; stop it, or use another job name"
+            )
 
     async def claimed(self, job: Job, attempt: int) -> None:
         """Wait until this attempt is claimed on storage.

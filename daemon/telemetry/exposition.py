@@ -124,6 +124,11 @@ def _of_the_daemon(figures: DaemonFigures) -> Iterator[Metric]:
         yield GaugeMetricFamily(
             "ckptd_disk_free_bytes", "Free bytes under the root.", figures.disk_free
         )
+    yield GaugeMetricFamily(
+        "ckptd_refused_processes",
+        "Living processes that the daemon has refused for longer than a minute.",
+        figures.refused,
+    )
     yield GaugeMetricFamily("ckptd_jobs", "Jobs that the daemon knows.", figures.jobs_known)
 
 

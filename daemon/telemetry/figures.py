@@ -49,7 +49,8 @@ class DaemonFigures:
     how many snapshots ended with each result. `pending`: bytes that are sealed in memory and
     will be saved. `persisted`: the bytes of saves, raw and stored. `chunks`: the chunks of
     saves, by how they are stored. `recoveries`: how many recoveries of jobs read from each source.
-    `disk_free`: None while the storage does not answer.
+    `disk_free`: None while the storage does not answer. `refused`: living processes that
+    have been refused for longer than a minute.
     """
 
     jobs: tuple[JobFigures, ...]
@@ -67,6 +68,7 @@ class DaemonFigures:
     shm_used: int
     replica_bytes: int
     disk_free: int | None
+    refused: int = 0
 
 
 class Phase(enum.Enum):

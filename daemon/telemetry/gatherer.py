@@ -44,10 +44,11 @@ class Gatherer:
         self._parts = parts
         self._newest: dict[str, _Newest] = {}
 
-    def figures(self, disk_free: int | None) -> DaemonFigures:
+    def figures(self, disk_free: int | None, refused: int = 0) -> DaemonFigures:
         """Return the figures of this moment.
 
-        disk_free: the free bytes under the root, or None if they are not known.
+        disk_free: the free bytes under the root, or None if they are not known. refused:
+        the living processes that have been refused for long.
         """
         parts, jobs = self._parts, list(self._parts.catalog.jobs.values())
         saver, counters = parts.saver, parts.saver.counters
@@ -85,6 +86,7 @@ class Gatherer:
                 slot.nbytes for slot in parts.slots.slots.values() if slot.header.peer_replica
             ),
             disk_free=disk_free,
+            refused=refused,
         )
 
     def _importance(self, job: Job) -> tuple[int, float]:

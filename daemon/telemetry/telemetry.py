@@ -82,13 +82,19 @@ class Telemetry:
             self._metrics_file.start(required=self._required)
             self._held.callback(self._metrics_file.close)
 
-    def ready(self, parts: Components, disk_free: Callable[[], int | None]) -> None:
+    def ready(
+        self,
+        parts: Components,
+        disk_free: Callable[[], int | None],
+        refused: Callable[[], int],
+    ) -> None:
         """Show the figures of these parts from now on.
 
         disk_free: returns the free bytes under the root, or None if they are not known.
+        refused: returns how many living processes have been refused for long.
         """
         gatherer = Gatherer(parts)
-        self._publisher.gather = lambda: gatherer.figures(disk_free())
+        self._publisher.gather = lambda: gatherer.figures(disk_free(), refused())
         self._board.phase = Phase.READY
 
     def ending(self) -> None:

@@ -115,6 +115,8 @@ class Begin(Request, frozen=True, kw_only=True, tag="begin"):
     node in an attempt of several nodes, or None if all ranks are on one node.
     `foreign_memory`: the treatment of snapshots of the job in memory that were saved
     for another root: "refuse", "adopt" or "drop", or "" for the setting of the daemon.
+    `identity`: the identity of the root for which the given attempt was begun, or "" if
+    that is not known.
     """
 
     job: Name
@@ -125,6 +127,7 @@ class Begin(Request, frozen=True, kw_only=True, tag="begin"):
     wait: Annotated[float, msgspec.Meta(ge=0, le=3600)] | None = None
     node: Membership | None = None
     foreign_memory: Annotated[str, msgspec.Meta(max_length=16)] = ""
+    identity: Annotated[str, msgspec.Meta(max_length=64)] = ""
 
 
 class HeldSegment(msgspec.Struct, frozen=True, kw_only=True):

@@ -736,22 +736,51 @@ def test_threads_of_the_agent_do_not_keep_a_process_alive(daemon: Daemon) -> Non
 
 
 @pytest.mark.usefixtures("processes")
-def test_a_run_that_the_next_daemon_refuses_is_told_why_and_not_that_the_daemon_is_gone(
-    place: Home,
+@pytest.mark.parametrize("steps", [1, 0], ids=["slots", "no slot yet"])
+def test_a_run_goes_on_saving_with_a_daemon_that_comes_back_without_its_slots(
+    place: Home, steps: int
 ) -> None:
-    """The run has no slot yet, by which the next daemon would know it."""
+    """As in a pod that is replaced: the memory goes with it, and the state directory stays."""
     with running(place, forked=True) as daemon:
         agent = Agent("job", socket=place.socket)
-        daemon.kill()
+        for step in range(steps):
+            agent.snapshot({"x": torch.ones(3)}, step=step).wait("durable", timeout=60)
+        assert daemon.stop() == 0
+    for file in place.segment_files():
+        file.unlink()
+    with running(place, forked=True):
+        until(lambda: agent._link.client.connected, "connection")
+        for step in (2, 3):
+            agent.snapshot({"x": torch.full((3,), float(step))}, step=step).wait(
+                "durable", timeout=60
+            )
+        assert agent.attempt == 1
+        agent.close()
+    with Checkpoint.open(place.root / "job", "newest") as checkpoint:
+        assert (checkpoint.step, checkpoint.load()["x"].tolist()) == (3, [3.0] * 3)
+
+
+@pytest.mark.usefixtures("processes")
+def test_a_run_that_the_next_daemon_refuses_is_told_why_and_not_that_the_daemon_is_gone(
+    place: Home, caplog: pytest.LogCaptureFixture
+) -> None:
+    with running(place, forked=True) as daemon:
+        agent = Agent("job", socket=place.socket)
+        agent.snapshot({"x": torch.ones(3)}, step=0).wait("durable", timeout=60)
+        assert daemon.stop() == 0
+    shutil.rmtree(place.root)
+    for file in place.segment_files():
+        file.unlink()
     with running(place, forked=True):
         until(lambda: agent._link.client.refusal is not None, "answer of the next daemon")
         for step in (1, 2):
             pending = agent.snapshot({"x": torch.ones(3)}, step=step)
-            assert isinstance(pending.error, errors.Fenced)
-            assert "attempt 1 of job 'job' was begun with another daemon" in str(pending.error)
-            assert "start this run again" in str(pending.error)
-        with pytest.raises(errors.Fenced, match="start this run again"):
+            assert isinstance(pending.error, errors.ForeignMemory)
+            assert "attempt 1 of job 'job' was begun for root" in str(pending.error)
+        with pytest.raises(errors.ForeignMemory, match="has another root now"):
             agent.close()
+    assert "the daemon refuses this rank: attempt 1 of job 'job' was begun" in caplog.text
+    assert "the daemon is gone" not in caplog.text
 
 
 @pytest.mark.usefixtures("processes")

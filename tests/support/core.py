@@ -35,7 +35,14 @@ from ckptd.daemon.job.stored_checkpoint import StoredCheckpoint
 from ckptd.daemon.journal import records as r
 from ckptd.daemon.memory.admission import Admission
 from ckptd.daemon.runs.run_guard import RunGuard
-from ckptd.shared.errors import CkptdError, IntegrityError, NotFound, SharedMemoryFull, StorageError
+from ckptd.shared.errors import (
+    CkptdError,
+    Fenced,
+    IntegrityError,
+    NotFound,
+    SharedMemoryFull,
+    StorageError,
+)
 from ckptd.shared.formats.plan import MIN_CHUNK
 from ckptd.shared.formats.segment import SegmentHeader, SlotState
 from ckptd.shared.wire.board import Holding
@@ -222,12 +229,14 @@ class Journal:
 class Claims:
     """Plays `Claims`: a claim ends with the next number, or with an error.
 
-    `lost` has the attempts that other daemons have claimed.
+    `lost` has the attempts that other daemons have claimed, `newest` the newest attempt
+    that the storage knows.
     """
 
     def __init__(self, core: Core) -> None:
         self._core = core
         self.lost: set[tuple[str, int]] = set()
+        self.newest = 0
 
     async def claim(self, job: Job, known: int, *, in_memory: bool = True) -> int:
         await self._core.begin("claim", job.name).future
@@ -235,6 +244,10 @@ class Claims:
 
     async def check_shared(self, job: Job, attempt: int) -> None:
         pass
+
+    async def bring(self, job: Job, attempt: int) -> None:
+        if attempt < self.newest:
+            raise Fenced(f"attempt {attempt} of job {job.name!r} has ended")
 
     def is_lost(self, job: Job, attempt: int) -> bool:
         return (job.name, attempt) in self.lost
@@ -361,6 +374,9 @@ class OneRoot:
         pass
 
     async def apply_choice(self, job: str, choice: str) -> None:
+        pass
+
+    def check_attempt(self, job: str, attempt: int, identity: str, choice: str) -> None:
         pass
 
 

@@ -102,6 +102,10 @@ def frames() -> dict[str, FrameVector]:
             begin
             | {"attempt": 0, "run": "gpt-7", "wait": 30.0, "node": node, "foreign_memory": "adopt"},
         ),
+        "begin-with-a-root": read(
+            "a Begin with the identity of the root for which its attempt was begun",
+            begin | {"identity": CLAIM},
+        ),
         "cost": read(
             "a Seal with `held` and `cost`",
             seal | {"held": 0.25, "cost": {"step": 900, "seconds": -0.001, "usual": 0.5}},

@@ -167,6 +167,18 @@ def test_each_problem_is_one_printable_line() -> None:
     ]
 
 
+def test_a_trainer_that_is_refused_is_a_problem() -> None:
+    refused = [
+        {"job": job, "message": "process 7 has been refused for 3 min: it is full"}
+        for job in ("gpt", "")
+    ]
+    wrong = health.problems(CLOCK.report(CLOCK.job(), refused=refused))
+    assert [(one.what, one.job, one.message) for one in wrong] == [
+        ("refused", "gpt", "job gpt: process 7 has been refused for 3 min: it is full"),
+        ("refused", "", "process 7 has been refused for 3 min: it is full"),
+    ]
+
+
 def test_memory_of_another_root_is_a_problem_until_somebody_decides() -> None:
     held = {
         "job": "gpt", "attempt": 2, "step": 40, "identity": "8ad934a8" * 4, "root": "/ckpts",

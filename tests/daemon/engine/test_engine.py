@@ -75,7 +75,6 @@ def refused(ranks: ConnectedRanks, work: Callable[[], Any]) -> CkptdError:
     ("rank", "size", "attempt", "error", "text"),
     [
         (2, 2, 1, InvalidRequest, "rank 2 does not exist: the job has 2 ranks"),
-        (0, 2, 2, Fenced, "attempt 2 of job 'gpt' was begun with another daemon"),
         (0, 3, 1, InvalidRequest, "attempt 1 of job 'gpt' has 2 ranks, but this rank says 3"),
     ],
 )
@@ -86,6 +85,42 @@ def test_what_a_rank_cannot_begin(
         ranks, lambda: ranks.core.engine.begin("gpt", rank, size, attempt, lambda message: None)
     )
     assert (type(found), str(found).startswith(text)) == (error, True)
+
+
+def brought(ranks: ConnectedRanks, rank: int, size: int = 2, attempt: int = 2) -> Any:
+    return ranks.core.engine.begin("gpt", rank, size, attempt, lambda message: None)
+
+
+def test_an_attempt_of_which_this_daemon_knows_nothing_is_brought_by_its_ranks(
+    ranks: ConnectedRanks,
+) -> None:
+    for rank in (1, 0):
+        assert ranks.core.run(brought(ranks, rank)).attempt == 2
+    assert (ranks.job.attempt, ranks.job.world_size) == (2, 2)
+    assert sorted(ranks.job.ranks.owners) == [0, 1]
+    begun = [one.attempt for one in ranks.core.journal.records if isinstance(one, r.Begun)]
+    assert begun == [1, 2]
+    assert isinstance(refused(ranks, lambda: brought(ranks, 0, attempt=1)), Fenced)
+    other = refused(ranks, lambda: brought(ranks, 0, size=3))
+    assert isinstance(other, InvalidRequest)
+
+
+def test_an_attempt_that_is_brought_after_another_run_has_taken_over_is_refused(
+    ranks: ConnectedRanks,
+) -> None:
+    ranks.core.claims.newest = 3
+    assert isinstance(refused(ranks, lambda: brought(ranks, 0)), Fenced)
+    assert ranks.job.attempt == 1
+
+
+def test_an_attempt_of_which_only_checkpoints_tell_gets_its_ranks_from_the_first_of_them(
+    ranks: ConnectedRanks,
+) -> None:
+    """A daemon with a stage knows an attempt by the checkpoints on the stage."""
+    ranks.job.attempt, ranks.job.world_size = 2, 0
+    assert ranks.core.run(brought(ranks, 1)).attempt == 2
+    assert ranks.job.world_size == 2
+    assert isinstance(refused(ranks, lambda: brought(ranks, 0, size=3)), InvalidRequest)
 
 
 def other_run(ranks: ConnectedRanks, pid: int, wait: float | None, run: str = "") -> Any:

@@ -58,6 +58,8 @@ class Storage:
             raise StorageError("Input/output error")
         return attempt not in self.taken
 
+    confirm = Attempts.confirm
+
 
 class Made(Claims):
     """The claims, with a list of the attempts that were lost to other daemons."""
@@ -169,6 +171,57 @@ async def test_a_claim_that_fails_is_tried_again_by_the_next_save_under_the_same
     storage.newest = 4  # a later attempt has been claimed meanwhile
     await made.claimed(JOB, 3)
     assert (storage.asked, made.losses) == ([3, 3], [])
+
+
+@pytest.mark.parametrize(("newest", "asked"), [(2, []), (1, [2]), (0, [2])])
+async def test_an_attempt_that_a_live_trainer_brings_is_claimed_unless_it_is_already(
+    newest: int, asked: list[int]
+) -> None:
+    storage, job = Storage(newest), Job("gpt")
+    storage.answers.set()
+    made = Made(storage)
+    await made.bring(job, 2)
+    await made.claimed(job, 2)
+    assert (storage.asked, made.losses, made.is_claimed(job, 2)) == (asked, [], True)
+
+
+async def test_an_attempt_that_is_brought_after_a_newer_one_has_begun_is_over() -> None:
+    storage, job = Storage(3), Job("gpt")
+    storage.answers.set()
+    made = Made(storage)
+    for _ in range(2):  # each of its ranks brings it
+        with pytest.raises(Fenced, match="another run has begun a newer attempt"):
+            await made.bring(job, 2)
+    assert (storage.asked, made.losses) == ([], [2])
+
+
+@pytest.mark.parametrize(("newest", "losses"), [(2, []), (3, [2])])
+async def test_an_attempt_that_is_brought_goes_on_in_memory_and_saves_once_the_disk_answers(
+    newest: int, losses: list[int]
+) -> None:
+    storage, job = Storage(newest), Job("gpt")
+    made = Made(storage)
+    await made.bring(job, 2)
+    assert not made.is_claimed(job, 2)
+    saving = asyncio.create_task(made.claimed(job, 2))
+    await asyncio.sleep(0.02)
+    assert not saving.done()
+    storage.answers.set()
+    (ended,) = await asyncio.gather(saving, return_exceptions=True)
+    assert isinstance(ended, Fenced) == bool(losses)
+    assert made.losses == losses
+
+
+async def test_an_attempt_that_is_brought_while_the_disk_fails_is_looked_for_again() -> None:
+    """It is claimed already: a second claim would take it for that of another daemon."""
+    storage, job = Storage(1, 2), Job("gpt")
+    storage.answers.set()
+    storage.fails = 1
+    made = Made(storage)
+    await made.bring(job, 2)
+    storage.newest = 2
+    await made.claimed(job, 2)
+    assert (storage.asked, made.losses) == ([2], [])
 
 
 async def test_a_number_that_another_daemon_has_claimed_is_lost_for_every_save() -> None:

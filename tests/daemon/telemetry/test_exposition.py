@@ -35,6 +35,7 @@ FIGURES = DaemonFigures(
     shm_used=200,
     replica_bytes=60,
     disk_free=300,
+    refused=4,
 )
 
 Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
@@ -92,6 +93,7 @@ def test_the_figures_of_the_daemon(board: MetricsBoard) -> None:
         ("ckptd_shm_used_bytes", ()): 200,
         ("ckptd_replica_bytes", ()): 60,
         ("ckptd_disk_free_bytes", ()): 300,
+        ("ckptd_refused_processes", ()): 4,
         ("ckptd_jobs", ()): 1003,
     }
 
