@@ -299,10 +299,10 @@ class Connection:
             reply = self._error(
                 request, InternalError(f"internal error: {error!r}; the daemon's log has more")
             )
-        self._note_refusal(request, reply)
         if self._session.state is s.SessionState.CLOSED:
             _close_all(descriptors)
             return
+        self._note_refusal(request, reply)
         try:
             self.send(reply, descriptors)
         except ProtocolError as error:  # the reply is larger than a frame

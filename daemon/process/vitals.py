@@ -115,7 +115,7 @@ class Vitals:
         )
         call.add_done_callback(self._measured)
 
-    def _measured(self, call: asyncio.Future[tuple[int | None, bool]]) -> None:
+    def _measured(self, call: asyncio.Future[tuple[int | None, bool | None]]) -> None:
         self._measuring = None
         if call.cancelled():
             return

@@ -9,6 +9,7 @@ root were deleted.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable
 
 from ckptd.daemon.job.catalog import Job
@@ -17,6 +18,8 @@ from ckptd.daemon.root.storage_calls import StorageCalls
 from ckptd.shared.errors import ForeignMemory, IntegrityError, StorageError, storage_errors
 from ckptd.shared.formats.segment import RootMark
 from ckptd.shared.storage.repository import Repository
+
+log = logging.getLogger("ckptd.root")
 
 ANSWER_SECONDS = 3.0
 """The seconds that the storage has to answer before an attempt begins.
@@ -59,16 +62,12 @@ class ServedRoot:
         If the root is gone or replaced, raises ForeignMemory if snapshots of the job
         are in memory, and StorageError otherwise.
         """
-        for look in range(2):
-            if look:
-                await asyncio.sleep(AGAIN_SECONDS)
-            try:
-                async with asyncio.timeout(ANSWER_SECONDS):
-                    found = await self._calls.run(self._repository.known_identity)
-            except (OSError, TimeoutError, IntegrityError, StorageError):
-                return
-            if found == self._mark.identity or (found is None and self._staged):
-                return
+        try:
+            found = await self._look(ANSWER_SECONDS)
+        except (OSError, TimeoutError, IntegrityError, StorageError):
+            return
+        if found == self._mark.identity or (found is None and self._staged):
+            return
         self._lost()
         newest = job.newest_in_memory()
         if newest is None:
@@ -89,9 +88,40 @@ class ServedRoot:
         Raises StorageError if the root is gone or replaced, or cannot be read.
         """
         with storage_errors(f"read the identity of the root {self._mark.place}"):
-            found = await self._calls.run(self._repository.known_identity)
+            found = await self._look(None)
+        if found is None and self._staged:
+            raise StorageError(f"there is no root at {self._mark.place}: is it mounted?")
         if found != self._mark.identity:
+            self._lost()
             raise self._gone()
+
+    async def _look(self, seconds: float | None) -> str | None:
+        """Return the identity of the root that is there, or None if there is none.
+
+        If it is not the right one, look a second time. If its file alone has vanished by
+        then, it is written again, because every daemon and every trainer of this root
+        would be refused without it. With a stage, nothing is written to a root that may
+        not be mounted. Raises TimeoutError if an answer takes longer than `seconds`.
+        """
+        async with asyncio.timeout(seconds):
+            found = await self._calls.run(self._repository.known_identity)
+        if found == self._mark.identity or (found is None and self._staged):
+            return found
+        await asyncio.sleep(AGAIN_SECONDS)
+        async with asyncio.timeout(seconds):
+            return await self._calls.run(self._again)
+
+    def _again(self) -> str | None:
+        found = self._repository.known_identity()
+        if found is None and not self._staged:
+            found = self._repository.restore_identity(self._mark.identity)
+            if found is not None:
+                log.warning(
+                    "the identity of the root %s had vanished, and is written again: %s",
+                    self._mark.place,
+                    found,
+                )
+        return found
 
     def _gone(self) -> StorageError:
         return StorageError(

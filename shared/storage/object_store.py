@@ -298,8 +298,8 @@ class ObjectStorage:
                 raise
         return lock
 
-    def is_lost(self) -> bool:
-        return False
+    def is_lost(self) -> None:
+        return None
 
     def take_journal(self, host: str, target: Path) -> None:
         pass  # no version of ckptd has kept a journal in an object store

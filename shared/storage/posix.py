@@ -409,16 +409,16 @@ class PosixStorage:
         self._lock = (self.root / names.control(host) / names.LOCK, os.fstat(lock.fileno()))
         return lock
 
-    def is_lost(self) -> bool:
+    def is_lost(self) -> bool | None:
         if self._lock is None:
-            return False
+            return None
         path, status = self._lock
         try:
             return not os.path.samestat(os.stat(path, follow_symlinks=False), status)
         except (FileNotFoundError, NotADirectoryError):
             return True
         except OSError:
-            return False
+            return None
 
     def take_journal(self, host: str, target: Path) -> None:
         prefix = f"{names.control(host)}/{names.JOURNAL}"

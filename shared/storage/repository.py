@@ -35,6 +35,7 @@ from ckptd.shared.system.storage_seam import Creator, Source, Storage, read_whol
 _MOST_OF_A_HINT = 300
 """The most bytes that are read of the object `newest`, and of the identity."""
 _MOST_OF_A_STAGE = 8192
+_IDENTITY = f"{names.CONTROL}/{names.IDENTITY}"
 
 
 class Repository:
@@ -61,13 +62,26 @@ class Repository:
 
         Raises IntegrityError if the identity is damaged.
         """
-        name = f"{names.CONTROL}/{names.IDENTITY}"
-        if not self.storage.exists(name):
-            with suppress(FileExistsError):  # the daemon of another host was faster
-                self.storage.publish(
-                    name, f"{names.new_nonce().hex()}\n".encode(), replace=False, by=machine.host()
-                )
-        return self._read_identity(name)
+        if not self.storage.exists(_IDENTITY):
+            self._publish_identity(names.new_nonce().hex())
+        return self._read_identity(_IDENTITY)
+
+    def restore_identity(self, identity: str) -> str | None:
+        """Write the identity of the root again if its file has vanished, and the lock of
+        this process shows that the root is still the one that it serves.
+
+        Return the identity that the root then has, or None if it has none. Raises
+        IntegrityError, OSError.
+        """
+        if self.known_identity() is None and self.storage.is_lost() is False:
+            self._publish_identity(identity)
+        return self.known_identity()
+
+    def _publish_identity(self, identity: str) -> None:
+        with suppress(FileExistsError):  # the daemon of another host was faster
+            self.storage.publish(
+                _IDENTITY, f"{identity}\n".encode(), replace=False, by=machine.host()
+            )
 
     def known_identity(self) -> str | None:
         """Return the identity of the root, or None if there is none. Changes nothing.
@@ -75,7 +89,7 @@ class Repository:
         Raises IntegrityError, OSError.
         """
         try:
-            return self._read_identity(f"{names.CONTROL}/{names.IDENTITY}")
+            return self._read_identity(_IDENTITY)
         except FileNotFoundError:
             return None
 

@@ -238,11 +238,11 @@ class Storage(Protocol):
         the root cannot be used or another user owns it.
         """
 
-    def is_lost(self) -> bool:
+    def is_lost(self) -> bool | None:
         """Return True if the root that `serve` has locked is no longer at its place: it
         was deleted, moved or replaced.
 
-        Return False if that cannot be told, for example while a mount does not answer,
+        Return None if that cannot be told, for example while a mount does not answer,
         and before `serve`.
         """
 

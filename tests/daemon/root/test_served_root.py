@@ -55,14 +55,25 @@ def test_a_daemon_that_has_not_noticed_yet_saves_nothing_into_another_root(place
         agent.snapshot(expected(1, SIZE), step=1).wait("durable", timeout=60)
         take_away(place)
         place.root.mkdir()
-        with pytest.raises(
-            StorageError,
-            match=r"the root .* has been deleted, moved or replaced, and this daemon is about to "
-            r"end",
-        ):
-            agent.snapshot(expected(2, SIZE), step=2).wait("durable", timeout=60)
+        agent.snapshot(expected(2, SIZE), step=2).wait("sealed", timeout=60)
+        assert daemon.died() == 1
         assert list(place.root.iterdir()) == []
-        daemon.kill()
+        assert "has been deleted, moved or replaced; the snapshots in memory" in place.log_text()
+
+
+@pytest.mark.usefixtures("processes")
+def test_a_training_goes_on_saving_after_the_file_of_the_identity_has_vanished(
+    place: Home,
+) -> None:
+    with running(place, forked=True) as daemon:
+        agent = Agent("job", socket=place.socket)
+        agent.snapshot(expected(1, SIZE), step=1).wait("durable", timeout=60)
+        known = daemon.status()["identity"]
+        (place.root / names.CONTROL / names.IDENTITY).unlink()
+        for step in (2, 3):
+            agent.snapshot(expected(step, SIZE), step=step).wait("durable", timeout=60)
+        assert open_root(place.root).known_identity() == known
+        agent.close()
 
 
 # -- object stores
@@ -130,6 +141,7 @@ class Told:
 
     def __init__(self, *found: str | Exception | None, staged: bool = False) -> None:
         self.found, self.ended = list(found), False
+        self.restored = ""
         self.root = ServedRoot(self, self, RootMark("ab" * 16, "/ckpts"), self.end, staged=staged)  # type: ignore[arg-type]
 
     def known_identity(self) -> str | None:
@@ -137,6 +149,10 @@ class Told:
         if isinstance(answer, Exception):
             raise answer
         return answer
+
+    def restore_identity(self, identity: str) -> str | None:
+        self.restored = identity
+        return self.known_identity() if self.found else None
 
     async def run(self, call: Callable[[], str | None]) -> str | None:
         return call()
@@ -200,10 +216,35 @@ async def test_a_job_that_is_not_in_memory_gets_an_error_that_a_retry_helps_agai
     assert (caught.value.retry, told.ended) == (True, True)
 
 
-async def test_a_save_does_not_begin_without_its_root() -> None:
+@pytest.mark.parametrize("found", [None, "cd" * 16])
+async def test_a_save_does_not_begin_without_its_root_and_the_daemon_ends(
+    found: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(served_root, "AGAIN_SECONDS", 0.0)
     await Told("ab" * 16).root.check_before_save()
+    told = Told(found, found)
     with pytest.raises(StorageError, match="has been deleted, moved or replaced"):
-        await Told(None).root.check_before_save()
+        await told.root.check_before_save()
+    assert told.ended
+    staged = Told(None, staged=True)
+    with pytest.raises(StorageError, match="there is no root at /ckpts: is it mounted"):
+        await staged.root.check_before_save()
+    assert (staged.ended, staged.restored) == (False, "")
+
+
+async def test_an_identity_whose_file_alone_has_vanished_is_written_again(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(served_root, "AGAIN_SECONDS", 0.0)
+    before, begin = Told(None, None, "ab" * 16), Told(None, None, "ab" * 16)
+    await before.root.check_before_save()
+    await begin.root.check(Job("job"))
+    for told in (before, begin):
+        assert (told.ended, told.restored) == (False, "ab" * 16)
+    assert "had vanished, and is written again" in caplog.text
+
+
+async def test_a_save_does_not_begin_if_the_root_cannot_be_read() -> None:
     with pytest.raises(
         StorageError, match="cannot read the identity of the root /ckpts: Input/output error"
     ):
