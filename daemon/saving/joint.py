@@ -250,6 +250,36 @@ class Joint:
             pause = min(2 * pause, 10 * self._last_look)
         return False
 
+    async def refuse_lost(self, job: Job, durable: Snapshot) -> None:
+        """Report the older steps of an attempt that an earlier daemon of this node held,
+        and that were lost with its memory, so that no other node waits for their parts.
+
+        durable: a step of the attempt that is durable. Nothing of older steps is needed
+        then. Raises OSError, StorageError.
+        """
+        assert durable.node is not None
+        tags = await self._calls.read(f"list {job.name}", partial(self._repository.tags, job.name))
+        for tag in sorted(tags):
+            parsed = names.parse_tag_directory(tag)
+            if (
+                parsed is None
+                or parsed.step is None
+                or parsed.attempt != durable.attempt
+                or parsed.step >= durable.step
+                or tag in self._catalog.job(job.name).checkpoints
+                or job.snapshot((parsed.attempt, parsed.step)) is not None
+            ):
+                continue
+            lost = Snapshot(
+                job.name, parsed.attempt, parsed.step, tag, durable.world_size, persist=True,
+                state=SnapshotState.FAILED, node=durable.node,
+            )  # fmt: skip
+            error = SnapshotFailed(
+                f"step {parsed.step} was lost with the memory of the daemon that held it"
+            )
+            if await self.refuse(job, lost, error) and durable.node.leads:
+                await self.abandon_refused(lost)
+
     async def abandon_refused(self, snapshot: Snapshot) -> bool:
         """Abandon a try in which this node has delivered, if another node has reported a
         failure. Return True if the try is abandoned.

@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Coroutine
 from contextlib import ExitStack
 from dataclasses import replace
 
@@ -79,6 +80,8 @@ class Saver:
         self.stopping = False
         self._tasks: dict[Snapshot, asyncio.Task[None]] = {}
         self._refusals: dict[Snapshot, asyncio.Task[None]] = {}
+        # The attempts of several nodes whose lost steps are reported.
+        self._reported: set[tuple[str, int]] = set()
         self.counters = front.counters
         self.saves, self.stalls = Durations(SAVES), Durations(STALLS)
         self._governors: dict[str, Governor] = {}
@@ -194,6 +197,7 @@ class Saver:
             await self.joint.finish(job, snapshot)
         if snapshot.state is SnapshotState.DURABLE:
             self._count(snapshot, "persisted")
+            self._report_lost(job, snapshot)
 
     def _count(self, snapshot: Snapshot, outcome: str) -> None:
         """Count the outcome of a save, "persisted" or "failed".
@@ -371,18 +375,38 @@ class Saver:
         if snapshot.state is SnapshotState.FAILED:
             self._events.saved(snapshot)
         if not reported and not isinstance(error, Undecided):
-            refusal = watched(
+            self._report(
+                snapshot,
                 self._refuse(job, replace(snapshot), error),
                 f"reporting that {snapshot.directory} cannot be saved",
             )
-            self._refusals[snapshot] = refusal
-            refusal.add_done_callback(
-                lambda _: (
-                    self._refusals.pop(snapshot)
-                    if self._refusals.get(snapshot) is refusal
-                    else None
-                )
+
+    def _report(self, snapshot: Snapshot, report: Coroutine[None, None, None], called: str) -> None:
+        """Start a report about a snapshot to the other nodes."""
+        refusal = self._refusals[snapshot] = watched(report, called)
+        refusal.add_done_callback(
+            lambda _: (
+                self._refusals.pop(snapshot) if self._refusals.get(snapshot) is refusal else None
             )
+        )
+
+    def _report_lost(self, job: Job, durable: Snapshot) -> None:
+        """Report the steps that an earlier daemon of this node held, and that are lost, once
+        for each attempt of several nodes: when its first step in this daemon is durable.
+        """
+        key = (job.name, durable.attempt)
+        if durable.node is None or durable.peer_replica or key in self._reported:
+            return
+        self._reported.add(key)
+        self._report(
+            durable, self._refuse_lost(job, durable), f"reporting lost steps of job {job.name}"
+        )
+
+    async def _refuse_lost(self, job: Job, durable: Snapshot) -> None:
+        try:
+            await self.joint.refuse_lost(job, durable)
+        except Exception:  # the other nodes then wait until `node_timeout`
+            log.exception("steps of job %s that are lost cannot be reported", job.name)
 
     async def _refuse(self, job: Job, tried: Snapshot, error: CkptdError) -> None:
         try:

@@ -35,6 +35,7 @@ from ckptd.shared.system import failpoints
 from tests.crash import (
     calls,
     chains,
+    comebacks,
     crowd,
     damage,
     gate,
@@ -349,6 +350,9 @@ RIGS: dict[str, Rig] = {
     ),
     "faults": Rig(Alike("faults of an object store", "pairs", store_faults.run), (2000,)),
     "reads": Rig(Alike("memory that cannot be read", "daemons", reads.run), (500,)),
+    "comebacks": Rig(
+        Alike("daemons that come back with less", "daemons", comebacks.run), (480,), shares=2
+    ),
     "rollbacks": Rig(Alike("rollbacks and callbacks", "calls", rollbacks.run), (1000,)),
     "nonsense": Rig(Alike("seals of nonsense", "seals", nonsense.run), (20_000,)),
     "hostile": Rig(Alike("hostile files", "checkpoints", hostile.run), (5000,)),

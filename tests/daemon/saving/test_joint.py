@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -546,6 +547,37 @@ async def test_a_try_that_another_node_has_refused_is_abandoned_by_one_that_has_
     assert await second.joint.refuse(second.job, second.snapshot, StorageError("no room"))
     assert await first.joint.abandon_refused(first.snapshot)
     assert isinstance(first.repository.outcome("gpt", TAG), rc.Abandonment)
+
+
+@pytest.mark.parametrize("lost", [0, 1], ids=["the node of rank 0", "the other node"])
+async def test_a_step_that_one_node_has_lost_with_its_memory_is_abandoned(
+    make: Make, lost: int
+) -> None:
+    nodes = [make(0, 1), make(2, 3)]
+    kept = nodes[1 - lost]
+    await kept.deliver()
+    durable = replace(nodes[lost].snapshot, step=1001, tag=names.tag_directory(1001, None, 2))
+    await nodes[lost].joint.refuse_lost(nodes[lost].job, durable)
+    with pytest.raises(Abandoned) as caught:
+        await kept.settle()
+    assert "step 1000 was lost with the memory of the daemon" in str(caught.value.error)
+
+
+async def test_a_step_that_is_in_memory_or_delivered_or_not_older_is_not_reported_as_lost(
+    make: Make,
+) -> None:
+    first, second = make(0, 1), make(2, 3)
+    later = replace(first.snapshot, step=1001, tag=names.tag_directory(1001, None, 2))
+    await first.deliver()
+    await first.joint.refuse_lost(first.job, later)  # delivered
+    await second.joint.refuse_lost(second.job, second.snapshot)  # not older
+    second.job.step(KEY).snapshot = second.snapshot
+    await second.joint.refuse_lost(second.job, replace(later, node=second.share))  # in memory
+    await second.deliver()
+    await both(first, second)
+    assert first.job.is_durable(*KEY)
+    await first.joint.refuse_lost(first.job, later)
+    assert first.job.is_durable(*KEY)
 
 
 # -- after a restart
