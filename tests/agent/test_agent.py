@@ -20,6 +20,8 @@ from ckptd.agent import Agent, Checkpoint
 from ckptd.agent.agent import link_of, recover_tag, silence_advice
 from ckptd.agent.link import client
 from ckptd.agent.link.script import script
+from ckptd.daemon.commands import health
+from ckptd.daemon.telemetry import refusals
 from ckptd.shared import errors
 from ckptd.shared.system import failpoints, machine
 from tests.support import trainers
@@ -760,6 +762,10 @@ def test_a_run_goes_on_saving_with_a_daemon_that_comes_back_without_its_slots(
         assert (checkpoint.step, checkpoint.load()["x"].tolist()) == (3, [3.0] * 3)
 
 
+def _report_refusals_at_once() -> None:
+    refusals.LASTING_SECONDS = 0.0
+
+
 @pytest.mark.usefixtures("processes")
 def test_a_run_that_the_next_daemon_refuses_is_told_why_and_not_that_the_daemon_is_gone(
     place: Home, caplog: pytest.LogCaptureFixture
@@ -771,12 +777,15 @@ def test_a_run_that_the_next_daemon_refuses_is_told_why_and_not_that_the_daemon_
     shutil.rmtree(place.root)
     for file in place.segment_files():
         file.unlink()
-    with running(place, forked=True):
+    with running(place, forked=_report_refusals_at_once) as daemon:
         until(lambda: agent._link.client.refusal is not None, "answer of the next daemon")
         for step in (1, 2):
             pending = agent.snapshot({"x": torch.ones(3)}, step=step)
             assert isinstance(pending.error, errors.ForeignMemory)
             assert "attempt 1 of job 'job' was begun for root" in str(pending.error)
+        (refused,) = daemon.status()["refused"]
+        assert (refused["job"], refused["pids"]) == ("job", [os.getpid()])
+        assert [problem.what for problem in health.problems(daemon.status())] == ["refused"]
         with pytest.raises(errors.ForeignMemory, match="has another root now"):
             agent.close()
     assert "the daemon refuses this rank: attempt 1 of job 'job' was begun" in caplog.text
