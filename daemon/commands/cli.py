@@ -555,11 +555,12 @@ def unpin(path: Named, step: int | None, as_json: bool) -> None:
 def _pin(path: Named, step: int | None, *, remove: bool, as_json: bool) -> None:
     from ckptd.daemon.commands import forgetting
 
-    job, tag = forgetting.pin(chosen(path, step), remove=remove)
+    job, tag, has_pin = forgetting.pin(chosen(path, step), remove=remove)
+    removed = "no longer pinned" if has_pin else "was not pinned"
     click.echo(
         json.dumps({"job": job, "tag": tag, "pinned": not remove})
         if as_json
-        else f"{job}/{tag}: {'no longer pinned' if remove else 'pinned'}"
+        else f"{job}/{tag}: {removed if remove else 'pinned'}"
     )
 
 

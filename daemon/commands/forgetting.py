@@ -296,18 +296,18 @@ def _daemon_of(root: Location, socket: Path | None) -> Channel | None:
     return None
 
 
-def pin(path: Location, *, remove: bool) -> tuple[str, str]:
+def pin(path: Location, *, remove: bool) -> tuple[str, str, bool]:
     """Pin the checkpoint DIR/JOB/TAG, or the newest of DIR/JOB, so that nothing deletes
     it. With `remove`, remove the pin instead.
 
-    Return job and tag. Raises InvalidRequest if the checkpoint is outside every root;
-    NotFound, Busy, IntegrityError, StorageError, OSError.
+    Return job, tag, and whether there is a pin now or, with `remove`, was one before.
+    Raises InvalidRequest if the checkpoint is outside every root; NotFound, Busy,
+    IntegrityError, StorageError, OSError.
     """
     repository, job, named = place_in_root(path)
     tag = named or report.manifest_at(path).tag
     if remove:
-        repository.unpin(job, tag)
-        return job, tag
+        return job, tag, repository.unpin(job, tag)
     with closing(repository.lease(job, tag)):
         repository.pin(job, tag)
-    return job, tag
+    return job, tag, True

@@ -483,20 +483,17 @@ class Repository:
         """Pin a checkpoint. The caller holds a lease on it."""
         self.storage.claim(f"{names.pins(job)}/{tag}")  # False: it is pinned already
 
-    def unpin(self, job: str, tag: str) -> None:
-        """Remove the pin of a checkpoint, if it has one."""
+    def unpin(self, job: str, tag: str) -> bool:
+        """Remove the pin of a checkpoint. Return False if it had none."""
         prefix = names.pins(job)
-        self.storage.delete(
-            prefix,
-            [
-                tag,
-                *(
-                    entry.name
-                    for entry in self.storage.children(prefix)
-                    if names.claimed(entry.name) == tag
-                ),
-            ],
-        )
+        found = [
+            entry.name
+            for entry in self.storage.children(prefix)
+            if names.claimed(entry.name) == tag
+        ]
+        # The name itself as well, which a listing of a store may still leave out.
+        self.storage.delete(prefix, [tag, *found])
+        return bool(found)
 
     # -- attempts
 

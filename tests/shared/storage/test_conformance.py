@@ -443,8 +443,7 @@ def test_pins_and_the_hint(root: Repository) -> None:
     root.publish_newest("gpt", TAG)
     root.publish_newest("gpt", TAG)
     assert (root.pins("gpt"), root.read_newest("gpt")) == ({TAG}, TAG)
-    root.unpin("gpt", TAG)
-    root.unpin("gpt", TAG)
+    assert [root.unpin("gpt", TAG), root.unpin("gpt", TAG)] == [True, False]
     root.remove_newest("gpt")
     assert (root.pins("gpt"), root.read_newest("gpt")) == (set(), None)
 
