@@ -221,7 +221,8 @@ class Binding:
                 f"{path} is each rank's own, was saved on {len(saved.values)} ranks, none of them "
                 f"this one: recover on as many "
                 "ranks, or pass recover() a function on_reshape(key, values) that makes this "
-                "rank's value"
+                "rank's value",
+                keep=path,
             )
         fresh = self._leaves.make(saved.values, path)
 

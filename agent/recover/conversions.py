@@ -284,17 +284,19 @@ def sharing(destinations: Mapping[str, torch.Tensor]) -> list[list[str]]:
 def shared_losses(
     saved: Saved, destinations: Mapping[str, torch.Tensor], read: Read
 ) -> Iterator[tuple[str, str]]:
-    """Yield two names for each group of destinations in one memory whose saved tensors
-    differ.
+    """Yield two names for each destination whose saved tensor differs from another one
+    in the same memory: the other name, and its own.
     """
     for names in sharing(destinations):
         if not _were_shared_alike(saved, destinations, names):
             values = {name: _like(destinations[name], saved, name) for name in names}
             read(values)
-            if pair := _overwritten(
-                {name: (local_part(destinations[name]), local_part(values[name])) for name in names}
-            ):
+            written = {
+                name: (local_part(destinations[name]), local_part(values[name])) for name in names
+            }
+            while pair := _overwritten(written):
                 yield pair
+                del written[pair[1]]
 
 
 def _were_shared_alike(

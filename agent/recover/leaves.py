@@ -94,6 +94,7 @@ class Leaves:
         self.as_dicts: list[str] = []
         self.undo: list[Callable[[], None]] = []
         self.paths: dict[str, str] = {}
+        self.differences.bound = self.paths.values()
         # The caller's tensors that a loader will write to, by name.
         self._loaded: dict[str, torch.Tensor] = {}
         # By two names, a sentence for a difference, and what can be kept.
@@ -149,12 +150,14 @@ class Leaves:
         if is_fake(place):
             return self.differ(
                 f"{path}: the state's tensor is a fake tensor, which has no memory; make it "
-                f"outside of FakeTensorMode"
+                f"outside of FakeTensorMode",
+                keep=path,
             )
         if is_uninitialized(place):
             return self.differ(
                 f"{path}: the state's tensor has no memory yet; run one forward pass of the lazy "
-                f"module first"
+                f"module first",
+                keep=path,
             )
         self.matched += 1
         size, dtype = self.saved.describe(saved.fqn).size, self.saved.dtype(saved.fqn)
@@ -165,11 +168,12 @@ class Leaves:
             )
         part = local_part(place)
         if lacking := _without_memory(part):
-            return self.differ(f"{path}: {lacking}")
+            return self.differ(f"{path}: {lacking}", keep=path)
         if is_expanded(part):
             return self.differ(
                 f"{path}: the state's tensor is expanded, so that its elements share memory; "
-                f"clone() it first"
+                f"clone() it first",
+                keep=path,
             )
         if why := refused(dtype, place.dtype):
             return self.differ(_other_dtype(path, dtype, place.dtype, why), keep=path)
@@ -195,14 +199,16 @@ class Leaves:
         tensors without memory as differences. `tensors` has pairs of a key in the state
         and a tensor.
         """
-        lacking = [
-            f"{path}: {why}"
+        lacking = {
+            path: why
             for path, tensor in tensors
             if not is_uninitialized(tensor)
             and not isinstance(tensor, ShardedTensor)
             and (why := _without_memory(local_part(tensor)))
-        ]
-        self.differ(*lacking)
+            and not self.is_kept(path)
+        }
+        for path, why in lacking.items():
+            self.differ(f"{path}: {why}", keep=path)
         return not lacking
 
     def judge(self, read: Read) -> None:

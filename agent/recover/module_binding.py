@@ -85,12 +85,14 @@ class Modules:
         saved_names = [name for name in tree if name not in to_loaders]
         inner = tuple(prefix for prefix in loaders if prefix)
         apart = not any(name in raw_of or name.startswith(inner) for name in tree)
-        if not leaves.options.strict and raw_of and apart:
+        inside = f"{path}." if path else ""
+        # A strict loader may know the names of another module.
+        named_apart = apart and not (leaves.options.strict and to_loaders)
+        if named_apart and not all(leaves.is_kept(f"{inside}{name}") for name in raw_of):
             return self._without_match(list(tree), list(raw_of), path)
         # A module without state matches another.
         leaves.matched += not plain_names and not saved_names
         leaves.compare(saved_names, plain_names, path)
-        inside = f"{path}." if path else ""
         values = {
             raw_of[name]: self._bind(own[raw_of[name]], tree[name], f"{inside}{name}")
             for name in plain_names
@@ -124,7 +126,8 @@ class Modules:
     def _whole(self, module: torch.nn.Module, own: Any, tree: Any, path: str) -> Value:
         """Bind a module whose class overrides `load_state_dict` or `state_dict`.
 
-        Its method gets the whole saved state dict.
+        Its method gets the whole saved state dict, with the values of the module itself
+        for the keys that the caller keeps.
         """
         if (
             not self._leaves.options.strict
@@ -133,14 +136,26 @@ class Modules:
             and set(own).isdisjoint(tree)
         ):
             return self._without_match(list(tree), list(own), path)
+        kept = self._kept(own, path) if isinstance(own, dict) else {}
+        if kept:
+            tree = {name: value for name, value in tree.items() if name not in kept}
         fresh = self._leaves.alike(tree, tensors_in(own, path), path, lossless=True)
         metadata = metadata_for_loading(module, own, tree, self._versions.get(path))
 
         def put(resolve: Resolve) -> Any:
-            _load(module, fresh(resolve), metadata, path, self._leaves.options)
+            _load(module, fresh(resolve) | kept, metadata, path, self._leaves.options)
             return KEEP
 
         return put
+
+    def _kept(self, own: Mapping[str, Any], path: str) -> dict[str, Any]:
+        """Return the values of a module's state dict that the caller keeps."""
+        if not self._leaves.options.keep:
+            return {}
+        inside = f"{path}." if path else ""
+        return {
+            name: value for name, value in own.items() if self._leaves.is_kept(f"{inside}{name}")
+        }
 
     def _without_match(self, theirs: list[str], ours: list[str], path: str) -> Value:
         known, wanted = (", ".join(map(str, keys[:3])) or "none" for keys in (theirs, ours))
@@ -163,20 +178,18 @@ class Modules:
 
         The values are new tensors, placed as those of the module.
         """
-        leaves, inside = self._leaves, f"{path}." if path else ""
-        kept = {
-            raw_of[name]: own[raw_of[name]]
-            for name in names
-            if name in raw_of and leaves.is_kept(f"{inside}{name}")
-        }
-        template = {name: own[raw_of[name]] for name in tree if name in raw_of}
+        leaves = self._leaves
+        mine = {name: own[raw_of[name]] for name in names if name in raw_of}
+        kept = self._kept(mine, path)
+        tree = {name: value for name, value in tree.items() if name not in kept}
+        template = {name: value for name, value in mine.items() if name in tree}
         fresh = (
             leaves.alike(tree, tensors_in(template, path), path, lossless=True) if tree else None
         )
 
         def make(resolve: Resolve) -> dict[str, Any]:
             made = {} if fresh is None else fresh(resolve)
-            return {raw_of.get(name, name): value for name, value in made.items()} | kept
+            return {raw_of.get(name, name): value for name, value in (made | kept).items()}
 
         return make
 

@@ -362,6 +362,7 @@ class Optimizers:
     ) -> Value:
         """Bind an optimizer over FSDP1's flat parameters. DCP converts its state."""
         leaves = self._leaves
+        leaves.wholes[f"{path}.param_groups"] = path
         # Settings may be tensors, like a learning rate.
         leaves.make(tree["param_groups"], f"{path}.param_groups")
         others = self._of_no_parameter(place, tree, f"{path}.state")
@@ -471,10 +472,10 @@ class Optimizers:
                 else parameter.device
             )
             dtypes = self._new_dtypes(saved, parameter) if converted and name != "step" else {}
+            # An optimizer that has only some of the state of a parameter fails at its next
+            # step.
+            leaves.wholes[inside] = path
             if isinstance(saved, TensorRef):
-                # An optimizer that has only some of the state of a parameter fails at
-                # its next step.
-                leaves.wholes[inside] = path
                 size, dtype = (
                     tuple(leaves.saved.describe(saved.fqn).size),
                     dtypes.get(saved.fqn, leaves.saved.dtype(saved.fqn)),

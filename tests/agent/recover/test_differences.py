@@ -94,3 +94,24 @@ def test_only_whole_numbers_between_dots_are_grouped() -> None:
         "*.x (2 of them)",
         "a.7",
     ]
+
+
+def test_a_pattern_in_a_call_matches_no_key_that_would_come_back() -> None:
+    refused = [f"layers.{number}.weight" for number in range(9)]
+    found = Differences(others=["other"], to_keep=refused, bound=[*refused, "layers.9.weight"])
+    assert str(found.error()).endswith(f"call recover(state, keep={refused})")
+    # The state of an optimizer is kept by parameter, and bound by tensor.
+    kept = [f"optim.state.{number}" for number in range(9)]
+    found = Differences(others=["other"], to_keep=kept, bound=[f"{key}.exp_avg" for key in kept])
+    assert str(found.error()).endswith("call recover(state, keep=['optim.state.*'])")
+
+
+def test_an_error_names_the_first_differences_and_counts_the_others() -> None:
+    keys = [f"part{letter}" for letter in "abcdefghijkl"]
+    found = Differences(missing=keys, others=[f"{key}: other" for key in keys])
+    words = str(found.error()).partition("; nothing was written")[0]
+    assert words == (
+        "parta: other; partb: other; partc: other; partd: other; parte: other; partf: other; "
+        "partg: other; parth: other; and 4 more like these; 12 keys (parta, partb, partc, partd, "
+        "parte, partf, partg, parth and 4 more) are in the state and not in the checkpoint"
+    )

@@ -16,7 +16,7 @@ from ckptd.agent.recover import module_binding
 from ckptd.shared.errors import RecoveryFailed, StructureMismatch
 from tests.oracle.prints import text
 from tests.support.cases import each_case
-from tests.support.refusals import refusal, refuses
+from tests.support.refusals import exit_of, refusal, refuses
 from tests.support.saved_states import Checkpoint
 
 
@@ -338,12 +338,16 @@ def test_a_module_of_which_a_part_with_a_loader_matches_is_no_module_without_a_m
 def test_a_module_on_the_meta_device_is_refused_until_it_has_memory() -> None:
     with torch.device("meta"):
         module = nn.Linear(2, 2)
-    words, call = refusal(Checkpoint({"net": linear(3.0)}), {"net": module})
     say = (
         "the state's tensor is on the meta device; give it memory first "
         "(module.to_empty(device=...))"
     )
-    assert (words, call) == (f"net.weight: {say}; net.bias: {say}", {})
+    refuses(
+        Checkpoint({"net": linear(3.0)}),
+        {"net": module},
+        f"net.weight: {say}; net.bias: {say}",
+        {"keep": ["net.weight", "net.bias"]},
+    )
     module = module.to_empty(device="cpu")
     Checkpoint({"net": linear(3.0)}).recover({"net": module})
     assert text(module) == text(linear(3.0))
@@ -355,7 +359,7 @@ def test_a_freed_storage_is_refused_until_it_has_memory() -> None:
     words, call = refusal(Checkpoint({"net": linear(3.0)}), {"net": module})
     assert (words, call) == (
         "net.weight: the tensor needs 16 bytes, and its storage has 0: give it memory first",
-        {},
+        {"keep": ["net.weight"]},
     )
     module.weight.untyped_storage().resize_(16)
     Checkpoint({"net": linear(3.0)}).recover({"net": module})
@@ -381,7 +385,8 @@ def test_a_fake_tensor_is_refused() -> None:
         "the state's tensor is a fake tensor, which has no memory; make it outside of "
         "FakeTensorMode"
     )
-    assert str(caught.value) == f"net.weight: {say}; net.bias: {say}; nothing was written"
+    assert str(caught.value).startswith(f"net.weight: {say}; net.bias: {say}; nothing was written")
+    Checkpoint({"net": linear(3.0)}).recover({"net": module}, **exit_of(caught.value))
 
 
 def test_an_uninitialized_parameter_is_refused_until_it_has_memory() -> None:
@@ -390,7 +395,7 @@ def test_an_uninitialized_parameter_is_refused_until_it_has_memory() -> None:
     words, call = refusal(Checkpoint({"w": torch.ones(2), "epoch": 1}), state)
     assert (words, call) == (
         "w: the state's tensor has no memory yet; run one forward pass of the lazy module first",
-        {},
+        {"keep": ["w"]},
     )
     state["w"].materialize((2,))  # type: ignore[attr-defined]
     Checkpoint({"w": torch.ones(2), "epoch": 1}).recover(state)
