@@ -378,18 +378,16 @@ class Client:
             with self._lock:  # no other thread may be sending on a socket that is being closed
                 self._gone = self._channel
                 self._channel.close()
-                if self._up.is_set():  # else this rank was refused, and the outage goes on
+                begins = self._up.is_set()  # else it was lost again before it was resumed
+                if begins:
                     self._down_since = time.monotonic()
                 self._up.clear()
             if self.closed:
                 self._fail_calls(DaemonUnreachable("this agent is closed"))
                 return
             self._silent = False
-            log.log(
-                logging.WARNING if self.refusal is None else logging.DEBUG,
-                "connection to the daemon lost (%s); reconnecting",
-                reason,
-            )
+            if begins:
+                log.warning("connection to the daemon lost (%s); reconnecting", reason)
             self._fail_calls(DaemonUnreachable(f"the connection to the daemon was lost: {reason}"))
             if not self._connect_again():
                 return
@@ -485,7 +483,9 @@ class Client:
                     return
                 self.refusal, self._delay = None, _FIRST_DELAY
                 self._up.set()
-            log.info("the daemon is back after %.1f s", time.monotonic() - self._down_since)
+            log.warning(
+                "reconnected to the daemon after %.1f s", time.monotonic() - self._down_since
+            )
 
     def _refused(self, error: CkptdError) -> bool:
         """Record that the daemon refuses this rank, and wake the threads that wait for a

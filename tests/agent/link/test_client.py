@@ -500,6 +500,31 @@ def test_a_bug_in_resuming_costs_one_connection(
     assert "RuntimeError: a bug" in caplog.text
 
 
+def test_an_outage_is_logged_at_its_begin_and_at_its_end(
+    rank: Rank, daemon: FakeDaemon, connection: Connection, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Once, also if the session can be resumed at a later connection only."""
+
+    def fail() -> None:
+        rank.resume = rank.begin
+        raise DaemonUnreachable("not yet")
+
+    rank.resume = fail
+    with caplog.at_level(logging.WARNING, "ckptd.agent"):
+        connection.hang_up()
+        daemon.accepted()
+        for _ in range(2):
+            last = daemon.accepted()
+            last.attach()
+            assert rank.client.wait_connected(SECONDS)
+            assert rank.client._resumer is not None
+            rank.client._resumer.join(SECONDS)  # it logs the end once the connection is up
+            last.hang_up()
+        daemon.accepted()
+    said = [text.partition("to the daemon")[0] for text in caplog.messages if "resume" not in text]
+    assert said[:4] == ["connection ", "reconnected ", "connection ", "reconnected "]
+
+
 def test_a_lost_connection_is_closed_under_the_lock_of_the_senders(
     rank: Rank, daemon: FakeDaemon, connection: Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
