@@ -108,7 +108,7 @@ def daemon_view(ask: Callable[[], Mapping[str, Any]]) -> DaemonView:
 
 def _token(file: Path | None) -> str:
     """Return the token, or "" if none is set. Raises InvalidConfig."""
-    from ckptd.daemon.page.access import MIN_TOKEN
+    from ckptd.daemon.page.access import MAX_TOKEN, MIN_TOKEN
 
     if file is None:
         token, place = os.environ.get(TOKEN, ""), TOKEN
@@ -129,10 +129,10 @@ def _token(file: Path | None) -> str:
                 f"--token-file {file} has mode {mode:o}, so other users can read it: run "
                 f"`chmod 600 {file}`, and use a new token"
             )
-    if len(token) < MIN_TOKEN or not _TOKEN.fullmatch(token):
+    if not MIN_TOKEN <= len(token) <= MAX_TOKEN or not _TOKEN.fullmatch(token):
         raise e.InvalidConfig(
-            f"{place} holds no token; expected {MIN_TOKEN} or more of the characters A-Z a-z "
-            f"0-9 - . _ ~, which an address can hold, as `openssl rand -hex 16` prints them"
+            f"{place} holds no token; expected {MIN_TOKEN} to {MAX_TOKEN} of the characters A-Z "
+            f"a-z 0-9 - . _ ~, which an address can hold, as `openssl rand -hex 16` prints them"
         )
     return token
 

@@ -18,6 +18,10 @@ from ckptd.daemon.telemetry.http_answers import HttpRequest, Page, is_here
 
 MIN_TOKEN = 16
 """The fewest characters of a token."""
+MAX_TOKEN = 512
+"""The most characters of a token. The head of a request has to hold one, beside all
+other headers of a browser.
+"""
 _WELCOME = b"""<!doctype html><meta charset="utf-8"><meta http-equiv="refresh" content="0;url=/">
 <title>ckptd</title><p><a href="/">Open the page</a>
 """

@@ -19,6 +19,7 @@ from click.testing import CliRunner, Result
 
 from ckptd.daemon.commands.cli import main
 from ckptd.daemon.commands.page_command import page
+from ckptd.daemon.page.access import MAX_TOKEN
 from ckptd.daemon.page.document import document
 from tests.support.daemons import Daemon, Home
 
@@ -131,7 +132,7 @@ def test_a_token_file_must_be_secret_and_hold_a_token(place: Home) -> None:
         f"{file}`, and use a new token\n",
     )
     file.chmod(0o600)
-    for text in ("", "short", "with spaces in the text", "with-an-umlaut-\u00e4-in-it", *(
+    for text in ("", "short", "with spaces in the text", "with-an-umlaut-\u00e4-in-it", "0" * 513, *(
         f"0123456789{sign}abcdef" for sign in "+#&%=/"
     )):  # fmt: skip
         file.write_text(text)
@@ -139,26 +140,31 @@ def test_a_token_file_must_be_secret_and_hold_a_token(place: Home) -> None:
         assert (code, said[: len(f"ckptd: {file} holds no token")]) == (
             2, f"ckptd: {file} holds no token",
         )  # fmt: skip
-    assert tried("--root", "/", CKPTD_PAGE_TOKEN="short")[1] == (
-        "ckptd: CKPTD_PAGE_TOKEN holds no token; expected 16 or more of the characters A-Z a-z "
-        "0-9 - . _ ~, which an address can hold, as `openssl rand -hex 16` prints them\n"
-    )
+    for wrong in ("short", "0" * 513):
+        assert tried("--root", "/", CKPTD_PAGE_TOKEN=wrong)[1] == (
+            "ckptd: CKPTD_PAGE_TOKEN holds no token; expected 16 to 512 of the characters A-Z a-z "
+            "0-9 - . _ ~, which an address can hold, as `openssl rand -hex 16` prints them\n"
+        )
 
 
 @pytest.mark.usefixtures("processes")
 def test_with_a_token_other_machines_may_read(place: Home) -> None:
     (place.root / ".ckptd").mkdir(parents=True)
     file: Path = place.path / "token"
-    file.write_text(f"{TOKEN}\n")
+    token = TOKEN + "-" * (MAX_TOKEN - len(TOKEN))
+    file.write_text(f"{token}\n")
     file.chmod(0o600)
     arguments = ("--root", str(place.root), "--token-file", str(file), "--http", "0.0.0.0:0")
     with serving(*arguments) as (_, line):
         assert line.endswith("/, with ?token=TOKEN at the first time; Ctrl-C ends it\n")
         port = int(line.split("http://0.0.0.0:")[1].partition("/")[0])
         url = f"http://127.0.0.1:{port}/api/jobs"
-        request = urllib.request.Request(url, headers={"Authorization": f"Bearer {TOKEN}"})
+        request = urllib.request.Request(url, headers={"Authorization": f"Bearer {token}"})
         with urllib.request.urlopen(request, timeout=60) as answer:
             assert answer.read() == b"[]"
+        entry = f"http://127.0.0.1:{port}/?token={token}"
+        with urllib.request.urlopen(entry, timeout=60) as answer:
+            assert answer.headers["Set-Cookie"].startswith(f"ckptd-page-{port}=")
         with pytest.raises(urllib.error.HTTPError, match="401"):
             urllib.request.urlopen(url, timeout=60)
 
