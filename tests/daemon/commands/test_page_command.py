@@ -132,7 +132,7 @@ def test_a_token_file_must_be_secret_and_hold_a_token(place: Home) -> None:
         f"{file}`, and use a new token\n",
     )
     file.chmod(0o600)
-    for text in ("", "short", "with spaces in the text", "with-an-umlaut-\u00e4-in-it", "0" * 513, *(
+    for text in ("", "short", "with spaces in the text", "umlaut-\u00e4-in-it", "0" * 513, *(
         f"0123456789{sign}abcdef" for sign in "+#&%=/"
     )):  # fmt: skip
         file.write_text(text)
