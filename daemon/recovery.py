@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import errno
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import closing
 from functools import partial
 
@@ -111,6 +111,29 @@ async def scan_job(
     job.guards = guards
     for gone in before - set(tags) | set(damaged) | set(newer):
         job.checkpoints.pop(gone, None)
+
+
+async def drop_deleted(repository: Repository, jobs: Collection[Job], calls: StorageCalls) -> None:
+    """Update the catalog of each job whose newest checkpoint was deleted by hand.
+
+    Changes nothing while the storage cannot be read, or is another one.
+    """
+    newest = [
+        (job, max(known, key=lambda c: c.order))
+        for job in jobs
+        if (known := job.live_checkpoints())
+    ]
+
+    def find_deleted() -> list[Job]:
+        if repository.storage.is_lost():
+            return []
+        return [job for job, one in newest if not repository.has_manifest(job.name, one.tag)]
+
+    try:
+        for job in await calls.run(find_deleted):
+            await scan_job(repository, job, calls)
+    except (OSError, StorageError) as error:
+        log.debug("what was deleted by hand cannot be seen: %s", error)
 
 
 def _log_damage(job: Job, tag: str, reason: str) -> None:

@@ -355,7 +355,7 @@ class Connection:
                 self._features = frozenset(request.features)
                 return service.welcome(request), ()
             case m.Status():
-                status = service.status(self._server.vitals, self._server.report())
+                status = await service.status(self._server.vitals, self._server.report())
                 return m.StatusReport(re=request.id, report=report_text(status)), ()
             case m.Forget():
                 return m.Forgotten(

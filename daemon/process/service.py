@@ -51,6 +51,7 @@ log = logging.getLogger("ckptd")
 MAX_CANDIDATES, MAX_DAMAGED_FOUND = 1000, 100
 """The most checkpoints in one answer to Find: as many as fit into a frame."""
 _LOOK_SECONDS = 1.0  # seconds between two looks at a save that recover() waits for
+_DELETED_SECONDS = 0.5  # how long a status waits to hear which checkpoints are gone
 MAX_JOBS, MAX_DAMAGED, MAX_TEXT = 500, 5, 200
 """The most jobs, damaged checkpoints of each job, and characters of a text in one
 status report.
@@ -73,6 +74,8 @@ class Service:
     def __init__(self, parts: Components) -> None:
         self._parts = parts
         self._instance = secrets.token_hex(16)
+        # Looks for checkpoints that were deleted by hand; never ends while the disk hangs.
+        self._look: asyncio.Future[None] | None = None
 
     def welcome(self, hello: m.Hello) -> m.Welcome:
         """Return the answer to Hello. Raises VersionMismatch for too old a client."""
@@ -354,11 +357,12 @@ class Service:
                 told.append(parts.saver.front.remark(job, fit, disk_free))
         return "; ".join(filter(None, told))
 
-    def status(self, vitals: Vitals, clients: Mapping[str, Any]) -> dict[str, Any]:
+    async def status(self, vitals: Vitals, clients: Mapping[str, Any]) -> dict[str, Any]:
         """Return what `ckptd status --json` prints. Sizes are bytes, times are seconds.
 
         clients: the part about the clients, from `Server.report`.
         """
+        await self.drop_deleted()
         parts, config = self._parts, self._parts.config
         report = self.report(vitals.disk_free)
         return {
@@ -392,6 +396,18 @@ class Service:
             ],
             "counters": report["counters"] | clients["counters"],
         }
+
+    async def drop_deleted(self) -> None:
+        """Forget the checkpoints that were deleted by hand, as far as the storage says
+        so in time. A status must not wait for a disk that hangs.
+        """
+        parts = self._parts
+        if self._look is None or self._look.done():
+            jobs = list(parts.catalog.jobs.values())
+            self._look = asyncio.ensure_future(
+                recovery.drop_deleted(parts.repository, jobs, parts.calls)
+            )
+            await asyncio.wait([self._look], timeout=_DELETED_SECONDS)
 
     def report(self, disk_free: int | None) -> dict[str, Any]:
         """Return the part of `ckptd status --json` that is about jobs, shared memory

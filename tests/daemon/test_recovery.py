@@ -25,7 +25,7 @@ from ckptd.daemon.journal import records as r
 from ckptd.daemon.journal.journal import Journal, JournalBroken
 from ckptd.daemon.journal.place import journal_directory
 from ckptd.daemon.process.service import Service
-from ckptd.daemon.recovery import scan_job
+from ckptd.daemon.recovery import drop_deleted, scan_job
 from ckptd.daemon.root.served_root import ServedRoot
 from ckptd.daemon.root.storage_calls import StorageCalls
 from ckptd.shared import names
@@ -147,6 +147,33 @@ def calls() -> Iterator[StorageCalls]:
 async def test_a_root_that_is_gone_cannot_be_scanned(root: Root, calls: StorageCalls) -> None:
     with pytest.raises(StorageError, match=f"list {root.path}/gpt"):
         await scan_job(root.storage, Job("gpt"), calls)
+
+
+async def test_a_checkpoint_that_was_deleted_by_hand_is_known_no_longer(
+    root: Root, calls: StorageCalls, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A root that is not there, or is another one, proves nothing."""
+    job, idle = Job("gpt"), Job("idle")
+    for step in (1000, 2000, 3000):
+        write_checkpoint(root.path, step=step)
+    await scan_job(root.storage, job, calls)
+
+    async def known() -> list[int | None]:
+        await drop_deleted(root.storage, [job, idle], calls)
+        return sorted(c.step or 0 for c in job.live_checkpoints())
+
+    place = root.path / "gpt"
+    assert await known() == [1000, 2000, 3000]
+    shutil.rmtree(place / "step-00003000.a0002")
+    with monkeypatch.context() as patch:
+        patch.setattr(root.storage.storage, "is_lost", lambda: True)
+        assert await known() == [1000, 2000, 3000]
+    assert await known() == [1000, 2000]
+    root.path.rename(root.path.with_name("elsewhere"))
+    assert await known() == [1000, 2000]
+    root.path.with_name("elsewhere").rename(root.path)
+    shutil.rmtree(place)
+    assert await known() == []
 
 
 async def test_a_scan_finds_sound_damaged_and_unfinished_checkpoints(
