@@ -73,7 +73,8 @@ def history(
     failed, checkpoints that were deleted, attempts, and the daemons themselves.
 
     With JOB, only what is about this job. Checkpoints that are deleted and jobs that
-    have ended are in it too. docs/reference/events.md lists the events.
+    have ended are in it too. JOB may also be DIR, DIR/JOB or a URL of either, where DIR
+    is the root. docs/reference/events.md lists the events.
     """
     from ckptd.daemon.telemetry.history import read_history  # SQLite, which no other verb needs
 
@@ -84,6 +85,7 @@ def history(
                 f"--event {name}: there is no such event"
                 + (f"; did you mean {near}?" if near else f"; the events are {', '.join(EVENTS)}")
             )
+    root, job = neighbours.root_and_job(root, job)
     found = read_history(
         history_file(root, socket),
         job=job,

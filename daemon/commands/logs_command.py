@@ -10,12 +10,10 @@ from pathlib import Path
 import click
 
 from ckptd.daemon.commands.log_lines import EntriesOf, LogFiles
-from ckptd.daemon.commands.neighbours import AskedDaemon
-from ckptd.shared import names
+from ckptd.daemon.commands.neighbours import AskedDaemon, root_and_job
 from ckptd.shared.command import PLACE, configured_root, socket_option, speaks
 from ckptd.shared.errors import DaemonUnreachable, NotFound
-from ckptd.shared.location import Location, located
-from ckptd.shared.storage.locate import is_root
+from ckptd.shared.location import Location
 from ckptd.shared.system import machine
 from ckptd.shared.units import printable
 
@@ -41,10 +39,7 @@ def logs(
     JOB may also be DIR, DIR/JOB or a URL of either, where DIR is the root. If no daemon
     serves the root, the log of its last private daemon is printed.
     """
-    if job is not None and root is None and ("/" in job or job in (".", "..")):
-        root, job = _root_and_job(located(job))
-    if job is not None:
-        names.check_name("job", job)
+    root, job = root_and_job(root, job)
     if root is None and socket is None:
         root = configured_root()
     path = log_of(root, socket)
@@ -60,12 +55,6 @@ def logs(
                 click.echo(printable(line))
         elif files.rest and selection.keeps(files.rest):
             click.echo(printable(files.rest))
-
-
-def _root_and_job(place: Location) -> tuple[Location, str | None]:
-    if not is_root(place) and is_root(place.parent):
-        return place.parent, place.name
-    return place, None
 
 
 def log_of(root: Location | None, socket: Path | None) -> Path:

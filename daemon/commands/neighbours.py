@@ -17,6 +17,7 @@ import psutil
 
 from ckptd.daemon.memory import unsaved
 from ckptd.daemon.process.peers import is_stopped
+from ckptd.shared import names
 from ckptd.shared.command import configured_root
 from ckptd.shared.errors import (
     Busy,
@@ -27,12 +28,15 @@ from ckptd.shared.errors import (
     from_wire,
 )
 from ckptd.shared.location import Location, located, url_scheme
+from ckptd.shared.storage.locate import is_root
 from ckptd.shared.system import machine
 from ckptd.shared.units import some_text
 from ckptd.shared.wire import messages as m
 from ckptd.shared.wire.channel import Channel, NoDaemon
 
 TIMEOUT = 10.0
+_ROOTS = 3
+"""The most roots that an error lists. `ckptd ps` lists all."""
 
 
 class DaemonStopped(DaemonUnreachable):
@@ -144,6 +148,22 @@ def _ask(pid: int, socket: str, root: str) -> Neighbour | None:
         return Neighbour(pid, socket, None, problem, named_root=root)
 
 
+def root_and_job(root: Location | None, job: str | None) -> tuple[Location | None, str | None]:
+    """Return the root and the job that a user means.
+
+    job: the name of a job; without `root`, also a place: a root DIR, DIR/JOB, or a URL
+    of either. Raises InvalidRequest for a job that no root can have.
+    """
+    if job is not None and root is None and ("/" in job or job in (".", "..")):
+        place = located(job)
+        if is_root(place) or not is_root(place.parent):
+            return place, None
+        root, job = place.parent, place.name
+    if job is not None:
+        names.check_name("job", job)
+    return root, job
+
+
 def of_root(root: Location) -> Neighbour:
     """Return the daemon of this user that serves a root.
 
@@ -168,7 +188,7 @@ def of_root(root: Location) -> Neighbour:
     hint = (
         f": did you mean {near[0]}?"
         if near
-        else f"; the roots that are served here: {', '.join(map(str, roots))}"
+        else f"; the roots that are served here: {some_text(roots, _ROOTS)}"
         if roots
         else ""
     )
@@ -366,7 +386,7 @@ def _served(socket: Path | None, command: str) -> str:
     if not roots:
         return ""
     return (
-        f"; `ckptd ps` lists daemons of {some_text(roots)}: type "
+        f"; `ckptd ps` lists daemons of {some_text(roots, _ROOTS)}: type "
         f"`{command.replace('ROOT', roots[0])}`, or set CKPTD_ROOT"
     )
 

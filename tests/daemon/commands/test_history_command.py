@@ -54,6 +54,8 @@ def test_the_history_outlives_the_daemon_and_its_checkpoints(place: Home) -> Non
         "TIME", "AGE", "EVENT", "JOB", "STEP", "SIZE", "NEW", "HELD", "DURABLE",
     ]  # fmt: skip
     assert len(text.stdout.splitlines()) == 3
+    named = ckptd("history", place.root / "gpt", "--limit", "2", environment=place_of)
+    assert named.stdout == text.stdout
 
 
 @pytest.mark.usefixtures("processes")

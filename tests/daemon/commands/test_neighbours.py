@@ -19,7 +19,7 @@ from ckptd.agent import Agent
 from ckptd.daemon.commands import neighbours
 from ckptd.daemon.commands.neighbours import Neighbour
 from ckptd.daemon.process.peers import is_stopped
-from ckptd.shared.errors import DaemonUnreachable, InvalidConfig
+from ckptd.shared.errors import DaemonUnreachable, InvalidConfig, InvalidName
 from ckptd.shared.system import machine
 from ckptd.shared.wire.channel import NoDaemon
 from tests.support.cases import each_case
@@ -149,6 +149,25 @@ def test_the_roots_that_are_served_are_named(monkeypatch: pytest.MonkeyPatch) ->
     found.append(Neighbour(8, "/t", {"root": "/other"}))
     with pytest.raises(DaemonUnreachable, match="the roots that are served here: /other$"):
         neighbours.of_root(Path("/ckpts"))
+    found += [Neighbour(pid, "/t", {"root": f"/{pid}"}) for pid in range(9, 20)]
+    listed = "/other, /9, /10 and 9 more"
+    with pytest.raises(DaemonUnreachable, match=f"roots that are served here: {listed}$"):
+        neighbours.of_root(Path("/ckpts"))
+    assert f"lists daemons of {listed}: type `ckptd ls /other`" in neighbours._served(
+        None, "ckptd ls ROOT"
+    )
+
+
+def test_a_job_may_be_named_by_its_place(tmp_path: Path) -> None:
+    (tmp_path / ".ckptd").mkdir()
+    assert neighbours.root_and_job(None, "gpt") == (None, "gpt")
+    assert neighbours.root_and_job(tmp_path, "gpt") == (tmp_path, "gpt")
+    assert neighbours.root_and_job(None, str(tmp_path)) == (tmp_path, None)
+    assert neighbours.root_and_job(None, f"{tmp_path}/gpt") == (tmp_path, "gpt")
+    other = tmp_path / "a" / "b"  # a root that does not exist is named, too
+    assert neighbours.root_and_job(None, str(other)) == (other, None)
+    with pytest.raises(InvalidName, match="^job 'g/pt' cannot be a name"):
+        neighbours.root_and_job(tmp_path, "g/pt")
 
 
 def test_a_daemon_that_is_stopped_is_continued_and_no_other_is_started(served: Daemon) -> None:
