@@ -190,4 +190,4 @@ if not TYPE_CHECKING:  # to a type checker, it would say that the module has eve
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted({*__all__, *(name for name in globals() if name.startswith("__"))})

@@ -39,9 +39,10 @@ class ObjectNode:
     cls: str = ""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, unsafe_hash=True)
 class PerRank:
-    """A value that belongs to one rank, made by `per_rank`.
+    """A value that belongs to one rank, made by `per_rank`. The caller may set `value`
+    to another one.
 
     In a decoded tree it belongs to the rank that wrote the document.
     """

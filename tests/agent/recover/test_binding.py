@@ -337,6 +337,10 @@ def test_a_rank_gets_its_own_value_and_the_mark_stays() -> None:
     state = {"position": per_rank(0), "shared": 0}
     checkpoint.recover(state, own=2)
     assert state == {"position": PerRank(20), "shared": 1}
+    state["position"].value = 30  # as a training loop does it
+    again = {"position": per_rank(0), "shared": 0}
+    Checkpoint(state).recover(again)
+    assert again == {"position": PerRank(30), "shared": 1}
     unmarked = {"position": 0, "shared": 0}
     checkpoint.recover(unmarked, own=1)
     assert unmarked["position"] == 10
