@@ -36,6 +36,6 @@ except ModuleNotFoundError as error:
         raise
     raise UnsupportedTorch(
         f"ckptd.agent needs torch {LOWEST} or newer, and there is none: install it with pip "
-        f"install 'ckptd[torch]'"
+        f"install 'torch>={LOWEST}'"
     ) from None
 check(str(torch.__version__))

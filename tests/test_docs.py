@@ -49,6 +49,17 @@ def test_every_link_has_a_target() -> None:
     ] == []
 
 
+def test_ckptd_is_installed_from_a_clone_and_not_by_a_name_that_no_index_has() -> None:
+    """Neither a page, nor an example, nor an error names the distribution."""
+    code = [
+        path
+        for room in ("agent", "daemon", "shared", "examples")
+        for path in (ROOT / room).rglob("*.py")
+    ]
+    named = re.compile(r"""ckptd\[|pip\s+install\s+["'`]*ckptd""")
+    assert [str(page) for page in [*PAGES, *code] if named.search(page.read_text())] == []
+
+
 def test_every_test_that_the_documents_name_exists() -> None:
     """`::test_name` alone is in the file that was named last."""
     found, missing = 0, []

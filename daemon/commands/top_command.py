@@ -60,8 +60,7 @@ def top(root: Location | None, seconds: float, socket: Path | None) -> None:
     """
     if importlib.util.find_spec("rich") is None:
         raise e.InvalidConfig(
-            "ckptd top needs the package rich: install it with pip install 'ckptd[top]'; "
-            f"{_INSTEAD}"
+            f"ckptd top needs the package rich: install it with pip install rich; {_INSTEAD}"
         )
     if not (sys.stdin.isatty() and sys.stdout.isatty()) or os.environ.get("TERM") == "dumb":
         raise e.InvalidRequest(

@@ -2,7 +2,7 @@
 again: it resumes with the same losses.
 
 `CKPTD_ROOT=/ckpts python examples/frameworks/accelerate_loop.py --steps 20`. It needs
-`pip install 'ckptd[hf]'`. The name is not `accelerate.py`, because a script is imported
+`pip install '.[hf]'`. The name is not `accelerate.py`, because a script is imported
 instead of a package with its name.
 """
 

@@ -4,7 +4,7 @@ same losses.
 
 `CKPTD_ROOT=/ckpts python examples/frameworks/train_torch_checkpointing.py --steps 60`, or
 `torchrun --nproc-per-node 2` instead of python. It needs `pip install
-'ckptd[torch-checkpointing]'`.
+'.[torch-checkpointing]'`.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 and start it again: it resumes with the same losses.
 
 `CKPTD_ROOT=/ckpts python examples/frameworks/transformers_trainer.py --steps 20`. It
-needs `pip install 'ckptd[hf]'`, and downloads nothing. The name is not
+needs `pip install '.[hf]'`, and downloads nothing. The name is not
 `transformers.py`, because a script is imported instead of a package with its name.
 """
 

@@ -68,7 +68,7 @@ def object_storage(url: Url) -> ObjectStorage:
         if error.name is None or error.name.partition(".")[0] != "obstore":
             raise
         raise InvalidConfig(
-            f"{url} needs the package obstore: install it with pip install 'ckptd[s3]'"
+            f"{url} needs the package obstore: install it with pip install obstore"
         ) from None
     return ObjectStorage(open_bucket(url), machine.root_digest(url))
 

@@ -92,7 +92,7 @@ def test_without_torch_a_name_of_the_agent_says_what_to_do() -> None:
     for use in ("ckptd.snapshot", "from ckptd import Agent"):
         assert run(f"{without}; {use}") == (
             "ckptd.shared.errors.UnsupportedTorch: ckptd.agent needs torch 2.8 or newer, and "
-            "there is none: install it with pip install 'ckptd[torch]'"
+            "there is none: install it with pip install 'torch>=2.8'"
         )
 
 

@@ -78,7 +78,7 @@ def test_an_import_under_an_old_torch_says_what_to_do(tmp_path: Path, statement:
 def test_an_import_without_torch_says_what_to_do() -> None:
     assert last_line("import sys; sys.modules['torch'] = None; import ckptd.agent") == (
         "ckptd.shared.errors.UnsupportedTorch: ckptd.agent needs torch 2.8 or newer, and there is "
-        "none: install it with pip install 'ckptd[torch]'"
+        "none: install it with pip install 'torch>=2.8'"
     )
 
 

@@ -113,7 +113,7 @@ def test_the_verb_without_torch_says_how_to_install_it() -> None:
     assert (
         done.stderr
         == "Error: ckptd.agent needs torch 2.8 or newer, and there is none: install it with pip "
-        "install 'ckptd[torch]'\n"
+        "install 'torch>=2.8'\n"
     )
 
 

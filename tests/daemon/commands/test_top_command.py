@@ -185,7 +185,7 @@ def test_without_the_extra_one_sentence_names_it(monkeypatch: pytest.MonkeyPatch
     told = CliRunner().invoke(main, ["top"])
     assert told.exit_code == 2
     assert told.output == (
-        "ckptd: ckptd top needs the package rich: install it with pip install 'ckptd[top]'; "
+        "ckptd: ckptd top needs the package rich: install it with pip install rich; "
         "`ckptd status --watch` shows the jobs and their saves as plain text, "
         "without ranks and slots\n"
     )
