@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from ckptd.daemon.commands.doctor_check import OK, WARNING, Check
-from ckptd.daemon.commands.health import MIN_ROOM
 from ckptd.daemon.config import Config
+from ckptd.daemon.job.stored_checkpoint import LITTLE_ROOM
 from ckptd.daemon.telemetry.background import LoggedEvent
 from ckptd.daemon.telemetry.history import read_history
 from ckptd.daemon.telemetry.restore_rate import RestoreRate, rate_of
@@ -255,7 +255,7 @@ def check_job(
         fit = free // max(newest.nbytes, 1)
         values["room_for"] = fit
         told.append(f"{count_text(fit, 'more checkpoint')} of {size_text(newest.nbytes)} fit")
-        if fit < MIN_ROOM:
+        if fit < LITTLE_ROOM:
             level = WARNING
             told[-1] += ": make room, or keep fewer checkpoints (keep_last, MaxBytes)"
     return Check(f"job {job}", level, "; ".join(told) or "nothing is known of its saves", values)

@@ -10,11 +10,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from ckptd.daemon.job.stored_checkpoint import LITTLE_ROOM
 from ckptd.shared.location import url_scheme
 from ckptd.shared.units import count_text, printable, span_text
 
-MIN_ROOM = 3
-"""The checkpoints that must still fit, unless `--min-room` says another number."""
 SLOW_LOOP_SECONDS = 1.0
 """An event loop that is later than this is slow."""
 
@@ -34,7 +33,7 @@ class Problem:
 
 
 def problems(
-    status: Mapping[str, Any], *, max_age: float | None = None, min_room: int = MIN_ROOM
+    status: Mapping[str, Any], *, max_age: float | None = None, min_room: int = LITTLE_ROOM
 ) -> list[Problem]:
     """Return what is wrong with a daemon, given the object that `ckptd status --json`
     prints.

@@ -15,6 +15,7 @@ from typing import Any
 
 import msgspec
 
+from ckptd.daemon.job.stored_checkpoint import LITTLE_ROOM
 from ckptd.shared import names
 from ckptd.shared.errors import (
     Busy,
@@ -129,7 +130,7 @@ def status_text(status: dict[str, Any], columns: int | None = None) -> str:
                 f"{sealed['step']}" if sealed else "-", _stored(job, staged=stage is not None),
             _saving(job), _ranks(job),
         ))  # fmt: skip
-        if job["room_for"] is not None and job["room_for"] < 10:
+        if job["room_for"] is not None and job["room_for"] < LITTLE_ROOM:
             lines.append(
                 f"  LITTLE ROOM    {job['job']}: the root has room for {job['room_for']} more of "
                 f"its checkpoints"
@@ -141,10 +142,9 @@ def status_text(status: dict[str, Any], columns: int | None = None) -> str:
             lines.append(f"  OVERDUE        {job['job']}: {late['message']}")
         if cost := job.get("training_cost"):
             seconds = max(0.0, cost["seconds"])  # steps of a tiny model vary by more than that
-            steps = f" (the time of {seconds / cost['usual']:.2g} steps)" if cost["usual"] else ""
             lines.append(
-                f"  COST           {job['job']}: step {cost['step']} has cost the training "
-                f"{seconds:.3f} s{steps}"
+                f"  COST           {job['job']}: the snapshot of step {cost['step']} has delayed "
+                f"the training by {seconds:.3f} s{_in_steps(seconds, cost['usual'])}"
             )
         if error := job["last_error"]:
             lines.append(
@@ -247,6 +247,16 @@ def leftovers_text(rows: list[dict[str, Any]], *, delete: bool) -> str:
     return "\n".join(
         [*as_table(table), *([] if delete else [f"{size_text(own)} can be freed with --delete"])]
     )
+
+
+def _in_steps(seconds: float, usual: float) -> str:
+    """Return how much of a usual training step a time is, in words, or "" if that is not
+    known.
+    """
+    if not usual:
+        return ""
+    steps = seconds / usual
+    return f", {steps:.0%} of a training step" if steps < 2 else f", or {steps:.2g} training steps"
 
 
 def _stored(job: dict[str, Any], *, staged: bool) -> str:

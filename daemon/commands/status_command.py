@@ -14,6 +14,7 @@ from ckptd.daemon.commands.job_report import job_report, job_text
 from ckptd.daemon.commands.restart import gone_root, restart_advice
 from ckptd.daemon.commands.stored_jobs import stored_jobs, stored_jobs_text
 from ckptd.daemon.commands.watch import Watchable, watch, watch_option
+from ckptd.daemon.job.stored_checkpoint import LITTLE_ROOM
 from ckptd.shared import errors as e
 from ckptd.shared.command import (
     PLACE,
@@ -53,7 +54,7 @@ _USUAL = "ckptd status ROOT"
     "--min-room",
     type=click.IntRange(min=0),
     help=f"With --check: how many more checkpoints of a job that runs must fit on the disk. "
-    f"Default: {health.MIN_ROOM}.",
+    f"Default: {LITTLE_ROOM}.",
 )
 @socket_option
 @json_option
@@ -93,7 +94,7 @@ def status(
         _tell_job(root, socket, job, again, as_json=as_json)
     elif check:
         found = _asked(root, socket)
-        room = health.MIN_ROOM if min_room is None else min_room
+        room = LITTLE_ROOM if min_room is None else min_room
         _check(found, health.problems(found, max_age=max_age, min_room=room), as_json=as_json)
     elif again is not None:
         _tell_again(neighbours.AskedDaemon(root, socket, _USUAL), again, as_json=as_json)

@@ -9,6 +9,11 @@ from ckptd.shared.formats.manifest import Manifest
 from ckptd.shared.names import parse_tag_directory
 from ckptd.shared.retention import Policy, understood
 
+LITTLE_ROOM = 5
+"""The log, `ckptd status` with and without `--check`, `doctor`, `top` and the alert
+CkptdLittleRoom warn if fewer checkpoints than this still fit.
+"""
+
 
 @dataclass(frozen=True, slots=True)
 class StoredCheckpoint:

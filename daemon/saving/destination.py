@@ -18,6 +18,7 @@ from ckptd.daemon.chunks.pipeline import Pipeline
 from ckptd.daemon.config import Config
 from ckptd.daemon.job.catalog import Catalog, Job
 from ckptd.daemon.job.events import Events
+from ckptd.daemon.job.stored_checkpoint import LITTLE_ROOM
 from ckptd.daemon.journal.journal import Journal
 from ckptd.daemon.root.served_root import ServedRoot
 from ckptd.daemon.root.storage_calls import StorageCalls
@@ -28,9 +29,6 @@ from ckptd.shared.storage.repository import Repository
 from ckptd.shared.units import size_text
 
 log = logging.getLogger("ckptd.saver")
-
-_FEW = 5
-"""The log warns if fewer checkpoints than this still fit into a destination."""
 
 
 async def _is_open(job: Job) -> None:
@@ -73,7 +71,7 @@ class Destination:
         self.quota = RootQuota(config.root_quota, shared=repository.storage.shares_links)
         self._events = events
         self._may_delete_early = config.make_room
-        self._fit: dict[str, int] = {}  # how many more checkpoints fit, by job; at most _FEW
+        self._fit: dict[str, int] = {}  # how many more checkpoints fit, by job; at most LITTLE_ROOM
 
     async def retain(self, name: str) -> None:
         """Apply retention to a job after a commit, and warn if only few more of its
@@ -97,8 +95,8 @@ class Destination:
         """
         free = await self.calls.run(self.repository.storage.free)
         room = job.room_for(free)
-        fit = _FEW if room is None else min(_FEW, room)
-        if fit < self._fit.get(job.name, _FEW):
+        fit = LITTLE_ROOM if room is None else min(LITTLE_ROOM, room)
+        if fit < self._fit.get(job.name, LITTLE_ROOM):
             text = self.remark(job, fit, free)
             log_events.ROOM_LITTLE.log(log, "%s", text, job=job.name, fit=fit, free_bytes=free)
             self._events.remark(job.name, text)
@@ -108,7 +106,7 @@ class Destination:
         """Return a warning that only `fit` more checkpoints fit into the `free` bytes
         under the root, or "" if that is enough.
         """
-        if fit >= _FEW:
+        if fit >= LITTLE_ROOM:
             return ""
         then = (
             "the oldest ones are then deleted early"

@@ -16,6 +16,7 @@ from typing import Any
 from rich.cells import cell_len, chop_cells, set_cell_size
 from rich.text import Text
 
+from ckptd.daemon.job.stored_checkpoint import LITTLE_ROOM
 from ckptd.daemon.top.choice import Choice
 from ckptd.daemon.top.poller import Seen
 from ckptd.daemon.top.trends import NO_TREND, Trend
@@ -308,7 +309,7 @@ def _room_cell(view: View, job: Mapping[str, Any], width: int) -> Text:
     room = job["room_for"]
     if room is None:
         return Text("-", _DIM)
-    return Text(str(room) if room < 1000 else "999+", _BAD if room < 3 else "")
+    return Text(str(room) if room < 1000 else "999+", _BAD if room < LITTLE_ROOM else "")
 
 
 def _held_cell(view: View, job: Mapping[str, Any], width: int) -> Text:

@@ -235,8 +235,8 @@ def test_an_agent_measures_real_steps(place: Home) -> None:
         assert cost["usual"] > 0
         assert status["jobs"][0]["writers"] >= 1
         assert (
-            f"COST           job: step 1 has cost the training {max(0.0, lost):.3f} s (the time of "
-            in report.status_text(status)
+            f"COST           job: the snapshot of step 1 has delayed the training by "
+            f"{max(0.0, lost):.3f} s, " in report.status_text(status)
         )
         agent.close()
 

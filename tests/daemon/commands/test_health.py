@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from ckptd.daemon.commands import health
+from ckptd.daemon.commands.doctor_check import WARNING
+from ckptd.daemon.commands.doctor_costs import CheckpointSizes, check_job
+from ckptd.daemon.commands.report import status_text
+from ckptd.daemon.job.stored_checkpoint import LITTLE_ROOM
 from tests.support.cases import each_case
+from tests.support.reports import job_report, status_report
 
 
 class Clock:
@@ -120,8 +126,8 @@ def test_the_age_of_the_newest_checkpoint(changes: dict[str, Any], expected: lis
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
-        ({"room_for": 3}, []),
-        ({"room_for": 2}, ["room"]),
+        ({"room_for": 5}, []),
+        ({"room_for": 4}, ["room"]),
         ({"room_for": None}, []),
         ({"room_for": 2, "ranks_connected": 0}, []),
     ],
@@ -129,6 +135,22 @@ def test_the_age_of_the_newest_checkpoint(changes: dict[str, Any], expected: lis
 def test_the_room_for_more_checkpoints(changes: dict[str, Any], expected: list[str]) -> None:
     assert found(CLOCK.job(**changes)) == expected
     assert health.problems(CLOCK.report(CLOCK.job(room_for=2)), min_room=2) == []
+
+
+@pytest.mark.parametrize("room", [LITTLE_ROOM - 1, LITTLE_ROOM])
+def test_every_warning_of_little_room_begins_with_the_same_number(room: int) -> None:
+    little = room < LITTLE_ROOM
+    files = {"accepting_paused": None, "used": 25, "limit": 1024, "clients": 2, "clients_fit": 256}
+    memory = {"used_bytes": 10, "quota_bytes": 100, "segments": 2}
+    status = status_report(
+        job_report(room_for=room), descriptors=files, shared_memory=memory, private=False
+    )
+    assert bool(health.problems(status)) == little
+    assert ("LITTLE ROOM" in status_text(status)) == little
+    size = CheckpointSizes(created="", nbytes=10, raw_bytes=10, largest=10, ranks=1)
+    assert (check_job("gpt", [], size, 10 * room).level == WARNING) == little
+    alerts = Path(__file__).parents[3] / "docs" / "monitoring" / "ckptd-alerts.yml"
+    assert f"ckptd_room_checkpoints < {LITTLE_ROOM}\n" in alerts.read_text()
 
 
 @pytest.mark.parametrize(
@@ -159,7 +181,7 @@ def test_each_problem_is_one_printable_line() -> None:
     assert health.health_text(wrong, report).split("\n") == [
         "the daemon is not ready: it is stopping",
         "job gpt: its newest durable checkpoint is 2 h 0 min old, and the limit is 30 min",
-        "job gpt: 1 more checkpoint of its size fits on the disk, and 3 must fit: make room, or "
+        "job gpt: 1 more checkpoint of its size fits on the disk, and 5 must fit: make room, or "
         "keep fewer checkpoints",
         "job gpt: the last save of step 8 failed 5 s ago: the disk is full",
         "gpt/step-00000003.a0001 is damaged: its\\x1b manifest\\nis cut short. recover() passes it "

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from ckptd.daemon.commands import report
 from ckptd.daemon.commands.cli import main
-from ckptd.daemon.commands.report import stage_lines
+from ckptd.daemon.commands.report import _in_steps, stage_lines
 from ckptd.shared.errors import IntegrityError
 from ckptd.shared.formats.manifest import Manifest
 from ckptd.shared.formats.non_finite import NonFinite
@@ -216,3 +216,15 @@ def test_tensors_that_are_not_named_are_counted(
 ) -> None:
     lines = report._more(counts, known, named, all_read=all_read)
     assert [line.strip() for line in lines] == ([] if said is None else [said])
+
+
+@pytest.mark.parametrize(
+    ("seconds", "usual", "words"),
+    [
+        (0.058, 0.1, ", 58% of a training step"),
+        (0.23, 0.1, ", or 2.3 training steps"),
+        (0.1, 0.0, ""),
+    ],
+)
+def test_a_cost_is_told_in_steps(seconds: float, usual: float, words: str) -> None:
+    assert _in_steps(seconds, usual) == words
