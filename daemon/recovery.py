@@ -65,8 +65,10 @@ async def scan_job(
                 await calls.run(partial(repository.refresh_listing, job.name))
         except OSError as error:
             if job.node is not None and error.errno not in _NOT_WRITABLE:
-                raise StorageError.of(f"list {repository.where(job.name)}", error) from None
-    with storage_errors(f"list {repository.where(job.name)}"):
+                raise StorageError.of(
+                    f"list {repository.where(job.name)}", error, served=True
+                ) from None
+    with storage_errors(f"list {repository.where(job.name)}", served=True):
         tags = await calls.read(
             f"list {repository.where(job.name)}", lambda: repository.tags(job.name)
         )

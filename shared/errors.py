@@ -161,14 +161,17 @@ class StorageError(MachineError):
         return self._remote or self.errno in _RUN_OUT
 
     @classmethod
-    def of(cls, action: str, error: OSError) -> StorageError:
+    def of(cls, action: str, error: OSError, *, served: bool = False) -> StorageError:
         """Return the StorageError for an OSError.
 
         `action` completes the sentence "cannot ...", for example "write gpt/step-1".
+        served: True if a daemon serves the place, so that it was there before.
         """
         number = error.errno or 0
         hint = {
-            _errno.ENOENT: " (has the root been moved or deleted?)",
+            _errno.ENOENT: " (has the root been moved or deleted?)"
+            if served
+            else " (nothing is there: check the path, and that its disk is mounted)",
             _errno.ENOSPC: " (free some space; the next snapshot tries again)",
             _errno.EDQUOT: " (the disk quota is used up)",
             _errno.EROFS: " (mounted read-only: after a disk error the kernel's log says why)",
@@ -181,15 +184,15 @@ class StorageError(MachineError):
 
 
 @contextmanager
-def storage_errors(action: str) -> Iterator[None]:
+def storage_errors(action: str, *, served: bool = False) -> Iterator[None]:
     """Context manager. Raise the StorageError for an OSError that is raised inside.
 
-    `action` is as in `StorageError.of`.
+    `action` and `served` are as in `StorageError.of`.
     """
     try:
         yield
     except OSError as error:
-        raise StorageError.of(action, error) from None
+        raise StorageError.of(action, error, served=served) from None
 
 
 class SharedMemoryFull(MachineError):

@@ -103,7 +103,9 @@ class Attempts:
             )
 
     async def _translated(self, job: str, call: Callable[[], T]) -> T:
-        with storage_errors(f"claim an attempt of job {job!r} under {self._repository.where()}"):
+        with storage_errors(
+            f"claim an attempt of job {job!r} under {self._repository.where()}", served=True
+        ):
             return await self._calls.run(call)
 
 

@@ -505,7 +505,7 @@ class Joint:
                     )
                     break
                 except OSError as error:
-                    problem = StorageError.of(f"decide {job.name}/{tag}", error)
+                    problem = StorageError.of(f"decide {job.name}/{tag}", error, served=True)
                     # One failure of the storage must not cost a step that all nodes
                     # have delivered.
                     if left and asyncio.get_running_loop().time() < patience:
@@ -597,7 +597,7 @@ class Joint:
 
         They are needed while the try is undecided and no newer attempt has begun.
         """
-        with storage_errors(f"deliver {snapshot.job}/{snapshot.directory}"):
+        with storage_errors(f"deliver {snapshot.job}/{snapshot.directory}", served=True):
             if (
                 await self._calls.run(
                     lambda: self._repository.outcome(snapshot.job, snapshot.directory)

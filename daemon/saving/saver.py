@@ -323,7 +323,7 @@ class Saver:
         if isinstance(error, Abandoned):
             error = error.error
         if isinstance(error, OSError):
-            error = StorageError.of(f"save {snapshot.job}/{snapshot.tag}", error)
+            error = StorageError.of(f"save {snapshot.job}/{snapshot.tag}", error, served=True)
         elif not isinstance(error, CkptdError):
             log.exception("snapshot %s/%s: internal error", snapshot.job, snapshot.tag)
             error = InternalError(

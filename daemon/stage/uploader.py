@@ -135,7 +135,7 @@ class Uploader:
                 self._note(
                     str(error)
                     if isinstance(error, CkptdError)
-                    else str(StorageError.of("upload", error))
+                    else str(StorageError.of("upload", error, served=True))
                 )
                 await asyncio.sleep(pause)
                 pause = min(2 * pause, LONGEST_PAUSE)
@@ -266,7 +266,7 @@ class Uploader:
         An upload that is under way is waited for. Raises StorageError if the root
         cannot be used now.
         """
-        with storage_errors(f"upload the newest checkpoint of job {job.name!r}"):
+        with storage_errors(f"upload the newest checkpoint of job {job.name!r}", served=True):
             await self.reach(job)
             while (
                 newest := job.newest_durable(self.refused[job.name])

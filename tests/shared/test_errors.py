@@ -6,6 +6,8 @@ import errno
 import inspect
 import re
 
+import pytest
+
 from ckptd.shared import errors as e
 from tests.support.cases import each_case
 
@@ -81,6 +83,19 @@ def test_no_two_classes_share_a_code() -> None:
 def test_storage_errors_use_the_systems_words(number: int, text: str) -> None:
     error = e.StorageError.of("save it", OSError(number, "whatever"))
     assert (str(error), error.errno, error.retry, error.code) == (text, number, True, "storage")
+
+
+def test_only_what_a_daemon_serves_can_have_been_moved() -> None:
+    gone = OSError(errno.ENOENT, "whatever")
+    assert str(e.StorageError.of("save it", gone, served=True)) == (
+        "cannot save it: No such file or directory (has the root been moved or deleted?)"
+    )
+    expected = (
+        "^cannot list /nope: No such file or directory \\(nothing is there: check the path, and "
+        "that its disk is mounted\\)$"
+    )
+    with pytest.raises(e.StorageError, match=expected), e.storage_errors("list /nope"):
+        raise gone
 
 
 def test_a_storage_error_without_a_number() -> None:
