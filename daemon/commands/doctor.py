@@ -8,8 +8,6 @@ daemon.
 
 from __future__ import annotations
 
-import ctypes
-import ctypes.util
 import errno
 import getpass
 import importlib.util
@@ -32,12 +30,12 @@ from ckptd.shared.errors import CkptdError, Forbidden
 from ckptd.shared.location import Location, Url
 from ckptd.shared.storage import posix_probe
 from ckptd.shared.storage.locate import object_storage, open_root
-from ckptd.shared.system import machine, owners
+from ckptd.shared.system import machine, memory_limit, owners
+from ckptd.shared.system.memory_limit import MemoryLimit
 from ckptd.shared.units import size_text
 
-TMPFS = 0x01021994  # linux/magic.h
 VOLATILE = {
-    TMPFS: "a tmpfs, which a reboot empties",
+    machine.TMPFS: "a tmpfs, which a reboot empties",
     0x794C7630: "an overlay, which usually ends with its container",
 }
 SHARED = {0x6969: "NFS", 0x0BD00BD0: "Lustre"}
@@ -57,8 +55,9 @@ def check_all(config: Config, *, with_root: bool = True) -> Iterator[Check]:
     yield check_files(plan, soft, hard, config.max_connections)
     yield check_locked_memory(resource.getrlimit(resource.RLIMIT_MEMLOCK)[0])
     yield check_shared_memory(
-        config.shm_dir, config.slots, config.shm_quota, config.segments - config.slots
-    )
+        config.shm_dir, config.slots, config.shm_quota, config.segments - config.slots,
+        memory_limit.tightest(),
+    )  # fmt: skip
     if config.shm_dir.is_relative_to("/dev/shm"):
         yield check_remove_ipc(os.geteuid(), removes_ipc(Path("/")), _lingers())
     if with_root:
@@ -120,12 +119,15 @@ def check_locked_memory(limit: int) -> Check:
     )  # fmt: skip
 
 
-def check_shared_memory(path: Path, slots: int, quota: int, copies: int = 0) -> Check:
+def check_shared_memory(
+    path: Path, slots: int, quota: int, copies: int = 0, limit: MemoryLimit | None = None
+) -> Check:
     """Check the tmpfs at `path`, and tell the largest state of all local ranks together
     for which `slots` slots fit.
 
     quota: most bytes of all slots; 0 means nine tenths of the tmpfs. copies: the segments
-    for copies of another node, for each rank.
+    for copies of another node, for each rank. limit: the memory limit of this process,
+    which a daemon started in its place has, too.
     """
     name = "shared memory"
     try:
@@ -135,7 +137,11 @@ def check_shared_memory(path: Path, slots: int, quota: int, copies: int = 0) -> 
         return Check(
             name, FAILED, f"{path} cannot be used: {error.strerror}; set shm_dir to a tmpfs"
         )
-    largest = min(free, quota or total * 9 // 10) // (slots + copies)
+    kind = machine.file_system(path)
+    if kind != machine.TMPFS:  # no control group is charged for a disk
+        limit = None
+    most = min(free, quota or total * 9 // 10, free if limit is None else limit.free)
+    largest = most // (slots + copies)
     values = {
         "path": str(path),
         "total_bytes": total,
@@ -143,12 +149,21 @@ def check_shared_memory(path: Path, slots: int, quota: int, copies: int = 0) -> 
         "largest_state_bytes": largest,
         "slots": slots,
         "replica_slots": copies,
+        "memory_limit_bytes": None if limit is None else limit.limit,
+        "memory_limit_free_bytes": None if limit is None else limit.free,
+        "control_group": None if limit is None else str(limit.group),
     }
     more = f" and {copies} for copies of another node" if copies else ""
     fits = (
         f"with {slots} slots{more} one state of {size_text(largest)} fits, all local ranks together"
     )
-    text = f"{path} has {size_text(free)} free of {size_text(total)}: {fits}"
+    limited = ""
+    if limit is not None:
+        limited = (
+            f", and the memory limit of {size_text(limit.limit)} of {limit.group} leaves "
+            f"{size_text(limit.free)} for slots"
+        )
+    text = f"{path} has {size_text(free)} free of {size_text(total)}{limited}: {fits}"
     if not writable:
         return Check(
             name,
@@ -156,7 +171,7 @@ def check_shared_memory(path: Path, slots: int, quota: int, copies: int = 0) -> 
             f"{path} cannot be written by this user; set shm_dir to another tmpfs",
             values,
         )
-    if (kind := _file_system(path)) != TMPFS:
+    if kind != machine.TMPFS:
         return Check(
             name,
             WARNING,
@@ -165,7 +180,11 @@ def check_shared_memory(path: Path, slots: int, quota: int, copies: int = 0) -> 
             {**values, "magic": kind},
         )
     if largest < 64 << 20:
-        text += "; make it larger (`--shm-size` of a container, `mount -o remount,size=`)"
+        text += (
+            "; raise the limit (`--memory` of a container, MemoryMax= of a unit)"
+            if limit is not None and most == limit.free
+            else "; make it larger (`--shm-size` of a container, `mount -o remount,size=`)"
+        )
         return Check(name, WARNING, text, values)
     return Check(name, OK, text, values)
 
@@ -212,14 +231,6 @@ def check_remove_ipc(uid: int, removes: bool, lingers: bool) -> Check:
         "when the last session of the user ends: run `loginctl enable-linger`, or set RemoveIPC=no "
         "in /etc/systemd/logind.conf", values,
     )  # fmt: skip
-
-
-def _file_system(path: Path) -> int:
-    """Return the magic number of the file system at `path`, or 0 if statfs(2) fails."""
-    buffer = ctypes.create_string_buffer(256)
-    if ctypes.CDLL(None, use_errno=True).statfs(os.fsencode(path), buffer) != 0:
-        return 0
-    return int(ctypes.c_long.from_buffer(buffer).value)
 
 
 def check_root(root: Location) -> Iterator[Check]:
@@ -388,7 +399,7 @@ def check_stage(stage: Path) -> Iterator[Check]:
     """
     for check in _check_directory(stage):
         yield replace(check, name="stage" if check.name == "root" else f"stage: {check.name}")
-    if (kind := _file_system(machine.nearest_existing(stage))) in VOLATILE:
+    if (kind := machine.file_system(machine.nearest_existing(stage))) in VOLATILE:
         yield Check(
             "stage: kind",
             WARNING,
@@ -431,7 +442,7 @@ def check_state_dir(path: Path) -> Check:
     that exists, and that a reboot does not empty it.
     """
     there = machine.nearest_existing(path)
-    kind, values = _file_system(there), {"path": str(path), "exists": there == path}
+    kind, values = machine.file_system(there), {"path": str(path), "exists": there == path}
     if not os.access(there, os.W_OK | os.X_OK):
         return Check(
             "state directory",

@@ -12,6 +12,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 from ckptd.shared.errors import Busy, StorageError
+from ckptd.shared.system import machine
 from ckptd.shared.system.descriptor import Descriptor
 from ckptd.shared.system.fs import FileSystem
 from ckptd.shared.system.owners import make_own_directory
@@ -25,7 +26,8 @@ class SegmentDirectory:
     It is made with mode 0700 if it is missing.
 
     If another user has taken the name, a directory beside it with a random suffix is
-    used. `on_disk` is True if the directory is not in shared memory.
+    used. `on_disk` is True if the directory is meant to be on a disk, and `in_memory` is
+    True if it is in a tmpfs.
 
     Raises Busy if another daemon holds the lock, and StorageError if the directory
     cannot be made or other users may enter it.
@@ -54,6 +56,7 @@ class SegmentDirectory:
             if self._is_in_place():
                 break
             os.close(self.fd)
+        self.in_memory = machine.file_system(self.path) == machine.TMPFS
         if self.path != plain:
             log.warning("another user has taken the name %s: segments go to %s", plain, self.path)
 

@@ -44,9 +44,11 @@ from ckptd.shared.formats.segment import (
     write_header,
     write_root_mark,
 )
+from ckptd.shared.system import memory_limit
 from ckptd.shared.system.descriptor import Descriptor
 from ckptd.shared.system.failpoints import failpoint
 from ckptd.shared.system.fs import READ, FileSystem
+from ckptd.shared.system.memory_limit import MemoryLimit
 from ckptd.shared.system.numa import UNKNOWN, near
 from ckptd.shared.units import size_text
 
@@ -187,8 +189,8 @@ class Slots:
 
     The lock in the root is not enough: a daemon under another host name has another
     lock there, and would remove the segments of this daemon. A segment that does not
-    fit into the tmpfs may go to the directory `overflow` on the local disk, if that is
-    given.
+    fit into the tmpfs, or into the memory limit of this process's control group, may go
+    to the directory `overflow` on the local disk, if that is given.
 
     `path` is the directory in the tmpfs, and `slots` maps the name of each segment to
     its slot. `used`, `on_disk` and `quota` are in bytes: of the segments in the tmpfs,
@@ -208,12 +210,18 @@ class Slots:
         directory: str,
         quota: int,
         overflow: Path | None = None,
+        system: Path = Path("/"),
     ) -> None:
         """Raises Busy, StorageError.
 
-        If there is no tmpfs, all segments go to `overflow`.
+        If there is no tmpfs, all segments go to `overflow`. system: the root directory
+        of the machine, below which the limits of control groups are read.
         """
         self._fs, self._overflow = fs, overflow
+        self._system = system
+        # The limit of memory that the last segment did not fit into, or None if that was
+        # the tmpfs or the quota.
+        self._limit: MemoryLimit | None = None
         self._disk = (
             SegmentDirectory(fs, overflow, on_disk=True)
             if overflow is not None and overflow.exists()
@@ -254,11 +262,28 @@ class Slots:
                 f"there is no shared memory that can be used, so the slots are files in "
                 f"{self._overflow}, which are slower: set shm_dir"
             )
+        remedy = "make the tmpfs larger (docker: --shm-size), or set shm_dir to another one"
+        if self._limit is not None:
+            remedy = "raise the limit (docker: --memory)"
         return (
-            f"the slots do not fit into {self.path.parent}, and are files in {self._overflow} "
-            f"now, which are slower: make the tmpfs larger "
-            "(docker: --shm-size), or set shm_dir to another one"
+            f"the slots do not fit into {self._short(self.path.parent)}, and are files in "
+            f"{self._overflow} now, which are slower: {remedy}"
         )
+
+    def _short(self, tmpfs: Path) -> str:
+        """Name the limit or the tmpfs that the last segment did not fit into."""
+        if self._limit is None:
+            return str(tmpfs)
+        return f"the memory limit of {size_text(self._limit.limit)} of {self._limit.group}"
+
+    def _check_limit(self, size: int, directory: SegmentDirectory) -> None:
+        """Raise SharedMemoryFull if the kernel might kill a process of this control
+        group once it has `size` more bytes.
+        """
+        limit = memory_limit.tightest(self._system)
+        if limit is not None and size > limit.free:
+            self._limit = limit
+            raise self._full(size, directory)
 
     def may_overflow(self, error: QuotaExceeded | SharedMemoryFull) -> bool:
         """Return True if the segment that has met this error may go to the disk
@@ -310,7 +335,7 @@ class Slots:
             self._disk = SegmentDirectory(self._fs, self._overflow, on_disk=True)
             log.warning(
                 "slots that do not fit into %s go to files in %s, which are slower",
-                tmpfs,
+                self._short(tmpfs),
                 self._overflow,
             )
         return self._disk
@@ -330,6 +355,7 @@ class Slots:
         Raises QuotaExceeded, SharedMemoryFull or StorageError, or OSError if the file
         cannot be made. After an error no file is left.
         """
+        self._limit = None
         self._check_quota(self._length(header), self.used + (self.on_disk if self._limited else 0))
         return self._create(header, node, self._memory)
 
@@ -345,6 +371,8 @@ class Slots:
 
     def _create_once(self, header: SegmentHeader, node: int, directory: SegmentDirectory) -> Slot:
         size, name = self._length(header), names.new_segment_file()
+        if directory.in_memory:
+            self._check_limit(size, directory)
         failpoint("slot.creating")
         try:
             fd = self._fs.create(name, directory.fd, mode=0o600)
@@ -375,10 +403,19 @@ class Slots:
     ) -> SharedMemoryFull | StorageError:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM):
             return StorageError.of(f"make a segment in {directory.path}", error)
+        return self._full(size, directory)
+
+    def _full(self, size: int, directory: SegmentDirectory) -> SharedMemoryFull:
         free = [
             size_text(psutil.disk_usage(str(each.path)).free) for each in (self._memory, directory)
         ]
         also = f", and {free[1]} in {directory.path} on the disk" if directory.on_disk else ""
+        if (limit := self._limit) is not None:
+            return SharedMemoryFull(
+                f"no room for a slot of {size_text(size)} in {self._short(self.path)}: "
+                f"{size_text(limit.used)} are used, so that new slots may take "
+                f"{size_text(limit.free)}{also}; raise the limit (docker: --memory), or save less"
+            )
         return SharedMemoryFull(
             f"no room for a slot of {size_text(size)} in {self.path.parent}: {free[0]} are "
             f"free{also}; "

@@ -6,6 +6,7 @@ None of these places is below a root. `shared/names.py` has the names that are.
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import os
 import pwd
@@ -22,6 +23,7 @@ from ckptd.shared.system.owners import (
     own_directory,
 )
 
+TMPFS = 0x01021994  # linux/magic.h
 _TEMPORARY = Path("/var/tmp")
 _MOST_OF_A_SOCKET = 96
 """The longest path of a private socket in $XDG_RUNTIME_DIR, in bytes. A socket address
@@ -176,6 +178,14 @@ def nearest_existing(path: Path) -> Path:
     user can see.
     """
     return next(found for found in (path, *path.parents) if os.path.exists(found))
+
+
+def file_system(path: Path) -> int:
+    """Return the magic number of the file system at `path`, or 0 if statfs(2) fails."""
+    buffer = ctypes.create_string_buffer(256)
+    if ctypes.CDLL(None, use_errno=True).statfs(os.fsencode(path), buffer) != 0:
+        return 0
+    return int(ctypes.c_long.from_buffer(buffer).value)
 
 
 def history_file(state_dir: Path, root: Location) -> Path:

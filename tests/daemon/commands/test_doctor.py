@@ -26,6 +26,7 @@ from ckptd.shared.location import Url
 from ckptd.shared.storage import posix_probe
 from ckptd.shared.storage.bucket import Bucket
 from ckptd.shared.storage.object_store import ObjectStorage
+from ckptd.shared.system.memory_limit import MemoryLimit
 from tests.crash.images import Image, Unavailable
 from tests.support.cases import each_case
 from tests.support.commands import ckptd
@@ -128,6 +129,34 @@ def test_the_size_of_shared_memory_is_checked(tmp_path: Path) -> None:
     assert check.level == WARNING  # little shared memory is free
     assert doctor.check_shared_memory(Path("/dev/shm"), 2, 0).values["slots"] == 2
     assert doctor.check_shared_memory(tmp_path / "nowhere", 2, 0).level == FAILED
+
+
+def test_the_memory_limit_of_the_control_group_is_told() -> None:
+    group = Path("/sys/fs/cgroup/memory/job")
+    check = doctor.check_shared_memory(
+        Path("/dev/shm"), 2, 0, 0, MemoryLimit(group, 700_000_000, 459_000_000)
+    )
+    assert (check.level, check.values["largest_state_bytes"]) == (OK, 85_500_000)
+    assert (
+        f"and the memory limit of 700.0 MB of {group} leaves 171.0 MB for slots: with 2 slots one "
+        f"state of 85.5 MB fits"
+    ) in check.message
+    assert check.values["memory_limit_bytes"] == 700_000_000
+    assert check.values["memory_limit_free_bytes"] == 171_000_000
+    check = doctor.check_shared_memory(
+        Path("/dev/shm"), 2, 0, 0, MemoryLimit(group, 700_000_000, 650_000_000)
+    )
+    assert check.level == WARNING
+    assert check.message.endswith(
+        "; raise the limit (`--memory` of a container, MemoryMax= of a unit)"
+    )
+
+
+def test_no_memory_limit_counts_for_a_disk(tmp_path: Path) -> None:
+    limit = MemoryLimit(Path("/g"), 700, 459)
+    check = doctor.check_shared_memory(tmp_path, 2, 0, 0, limit)
+    assert check.values["memory_limit_bytes"] is None
+    assert check.values["largest_state_bytes"] > 700
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root may write to every directory")
@@ -323,7 +352,7 @@ def test_the_state_directory_is_to_be_written_and_to_last(tmp_path: Path) -> Non
 def test_a_state_directory_on_nfs_gets_a_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(doctor, "_file_system", lambda path: 0x6969)
+    monkeypatch.setattr(doctor.machine, "file_system", lambda path: 0x6969)
     found = doctor.check_state_dir(tmp_path)
     assert (found.level, f"{tmp_path} is on NFS: " in found.message) == (WARNING, True)
 

@@ -11,8 +11,10 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +24,7 @@ from typing import Any
 import pytest
 
 from ckptd.daemon.memory import segment_directory
+from ckptd.daemon.memory.segment_directory import SegmentDirectory
 from ckptd.daemon.memory.slots import Slot, Slots
 from ckptd.shared import names
 from ckptd.shared.errors import (
@@ -43,6 +46,7 @@ from ckptd.shared.formats.segment import (
 )
 from ckptd.shared.system.fs import PosixFileSystem
 from tests.shared.samples import resealed
+from tests.support.control_groups import System, v1
 
 SIZE = 16384  # two headers, a page of checksums, a page of data
 STRANGE = "0123456789abcdef0123456789abcdef.seg"
@@ -900,6 +904,76 @@ def test_a_quota_that_is_set_is_never_exceeded(shm: Shm) -> None:
     free = overflowing(Shm(shm.path / "b"))
     assert (free.may_overflow(quota), free.may_overflow(full)) == (True, True)
     free.close()
+
+
+@pytest.fixture
+def tmpfs() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as path:
+        yield Path(path)
+
+
+def test_segments_that_do_not_fit_into_the_memory_limit_go_to_the_disk(
+    tmpfs: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The tmpfs has room, and the kernel would kill the daemon."""
+    system = System(tmp_path, v1="/job")
+    group, disk = system.v1 / "job", tmp_path / "state" / "segments"
+    v1(group, limit=100 * SIZE, used=88 * SIZE)
+    slots = Slots(PosixFileSystem(), tmpfs, "ckptd-test", 0, disk, tmp_path)
+    made = [slots.add(slots.create(header())), slots.add(slots.create(header()))]
+    v1(group, limit=100 * SIZE, used=90 * SIZE)
+    with pytest.raises(SharedMemoryFull) as refused:
+        slots.create(header())
+    assert str(refused.value) == (
+        f"no room for a slot of 16.4 kB in the memory limit of 1.6 MB of {group}: 1.5 MB are "
+        f"used, so that new slots may take 0 B; raise the limit (docker: --memory), or save less"
+    )
+    assert len(list((tmpfs / "ckptd-test").iterdir())) == 2
+    assert slots.may_overflow(refused.value)
+    made.append(slots.add(slots.create_on_disk(header())))
+    assert [slot.directory.on_disk for slot in made] == [False, False, True]
+    assert slots.remark(made) == (
+        f"the slots do not fit into the memory limit of 1.6 MB of {group}, and are files in {disk} "
+        f"now, which are slower: raise the limit (docker: --memory)"
+    )
+    assert f"slots that do not fit into the memory limit of 1.6 MB of {group} go" in caplog.text
+    v1(group, limit=None, used=90 * SIZE)
+    slots.create(header())
+    for slot in made:
+        slots.release(slot)
+    slots.close()
+
+
+def test_a_limit_of_memory_counts_for_an_overflow_in_a_tmpfs_and_not_for_a_disk(
+    tmpfs: Path, tmp_path: Path
+) -> None:
+    system = System(tmp_path, v1="/job")
+    v1(system.v1 / "job", limit=100 * SIZE, used=99 * SIZE)
+    slots = Slots(PosixFileSystem(), tmp_path, "ckptd-test", 0, tmpfs / "segments", tmp_path)
+    slots.release(slots.create(header()))
+    with pytest.raises(SharedMemoryFull, match="memory limit"):
+        slots.create_on_disk(header())
+    slots.close()
+
+
+def test_a_limit_of_memory_waits_for_the_memory_that_is_being_freed(
+    tmpfs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    system = System(tmp_path, v1="/job")
+    v1(system.v1 / "job", limit=100 * SIZE, used=0)
+    slots = Slots(PosixFileSystem(), tmpfs, "ckptd-test", 0, None, tmp_path)
+    made = slots.add(slots.create(header()))
+    v1(system.v1 / "job", limit=100 * SIZE, used=99 * SIZE)
+    freed: Future[None] = Future()
+    monkeypatch.setattr(SegmentDirectory, "freeing", property(lambda _: [freed]))
+
+    def free() -> None:
+        v1(system.v1 / "job", limit=100 * SIZE, used=0)
+        freed.set_result(None)
+
+    slots.release(made)
+    threading.Timer(0.05, free).start()
+    assert slots.create(header()).nbytes == SIZE
 
 
 def test_a_full_disk_is_named_beside_the_tmpfs(shm: Shm) -> None:
