@@ -30,6 +30,7 @@ from ckptd.agent.peers.replicator import Replicator
 from ckptd.agent.pending import NOT_COPIED, NOT_SET, PendingSnapshot
 from ckptd.agent.threads.call_lock import CallLock
 from ckptd.agent.threads.reminder import reminder
+from ckptd.shared import native_code
 from ckptd.shared.errors import (
     CkptdError,
     DaemonUnreachable,
@@ -125,6 +126,8 @@ class RankLink:
             self.client.close()
             raise
         _links.add(self)
+        if self.rank == 0:
+            native_code.warn_once(log)
         if self.unnamed and self.rank == 0 and self.attempt > 1:
             look_for_other_script(self.root, self.job)
 

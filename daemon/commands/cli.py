@@ -29,7 +29,7 @@ from ckptd.daemon.commands.run_command import default_socket, run
 from ckptd.daemon.commands.status_command import status
 from ckptd.daemon.commands.top_command import top
 from ckptd.daemon.memory import unsaved
-from ckptd.shared import __version__
+from ckptd.shared import __version__, native_code
 from ckptd.shared import errors as e
 from ckptd.shared.command import (
     CHECKPOINT,
@@ -150,13 +150,30 @@ class Verb(click.Command):
         return self.load().make_context(info_name, args, parent, **extra)
 
 
+def _print_version(context: click.Context, _: click.Parameter, asked: bool) -> None:
+    """Print the version, and that native code is missing if it is."""
+    if not asked or context.resilient_parsing:
+        return
+    click.echo(f"ckptd, version {__version__}")
+    if problem := native_code.problem():
+        click.echo(problem)
+    context.exit()
+
+
 @click.group(
     cls=Commands,
     context_settings={"help_option_names": ["-h", "--help"]},
     short_help="Save the state of PyTorch training jobs.",
     epilog=_EXAMPLES,
 )
-@click.version_option(__version__, prog_name="ckptd")
+@click.option(
+    "--version",
+    is_flag=True,
+    is_eager=True,
+    expose_value=False,
+    callback=_print_version,
+    help="Show the version and exit.",
+)
 def main() -> None:
     """ckptd saves the state of PyTorch training jobs without stopping them, and brings
     it back after any crash.

@@ -26,6 +26,7 @@ from ckptd.daemon.config import Config
 from ckptd.daemon.memory.foreign_memory import described, read_held
 from ckptd.daemon.process import limits
 from ckptd.daemon.process.peers import SO_PEERPIDFD
+from ckptd.shared import native_code
 from ckptd.shared.errors import CkptdError, Forbidden
 from ckptd.shared.location import Location, Url
 from ckptd.shared.storage import posix_probe
@@ -69,6 +70,7 @@ def check_all(config: Config, *, with_root: bool = True) -> Iterator[Check]:
     yield check_state_dir(config.state_dir)
     yield check_socket_directory(config.socket.parent)
     yield from check_kernel()
+    yield check_native_code()
     yield check_event_loop(importlib.util.find_spec("uvloop") is not None)
 
 
@@ -544,6 +546,14 @@ def check_kernel() -> Iterator[Check]:
                 yield Check(
                     name, OK, f"available (Linux {release})", {"there": True, "kernel": release}
                 )
+
+
+def check_native_code() -> Check:
+    """Check that a C compiler was there when ckptd was installed."""
+    values = {"missing": native_code.missing()}
+    if problem := native_code.problem():
+        return Check("native code", WARNING, problem, values)
+    return Check("native code", OK, "is installed", values)
 
 
 def check_event_loop(uvloop: bool) -> Check:

@@ -27,7 +27,7 @@ from ckptd.daemon.process.server import Server
 from ckptd.daemon.process.service import Service
 from ckptd.daemon.process.vitals import Vitals
 from ckptd.daemon.telemetry.telemetry import Telemetry
-from ckptd.shared import __version__
+from ckptd.shared import __version__, native_code
 from ckptd.shared.errors import CkptdError, StorageError
 from ckptd.shared.system.fs import FileSystem, PosixFileSystem
 
@@ -210,6 +210,7 @@ class Serving:
         self.ready = False
         self._idle: asyncio.TimerHandle | None = None
         self._server = Server(parts, Service(parts), self._vitals, self._descriptors())
+        native_code.warn_once(log)
         parts.events.on_changed.append(self.consider_leaving)
 
     def _descriptors(self) -> limits.DescriptorPlan:

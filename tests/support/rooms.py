@@ -21,7 +21,7 @@ ORDER = {
     "shared": (
         "errors", "units", "interval", "location", "names", "retention", "codecs", "system",
         "formats", "wire", "array_checkpoint", "array_diff",
-        "array_statistics", "storage", "command",
+        "array_statistics", "storage", "native_code", "command",
     ),
     "daemon": (
         "log_events", "tasks", "http_address", "config", "job", "journal", "memory", "root",

@@ -26,6 +26,7 @@ from ckptd.shared.location import Url
 from ckptd.shared.storage import posix_probe
 from ckptd.shared.storage.bucket import Bucket
 from ckptd.shared.storage.object_store import ObjectStorage
+from ckptd.shared.system import machine
 from ckptd.shared.system.memory_limit import MemoryLimit
 from tests.crash.images import Image, Unavailable
 from tests.support.cases import each_case
@@ -352,7 +353,7 @@ def test_the_state_directory_is_to_be_written_and_to_last(tmp_path: Path) -> Non
 def test_a_state_directory_on_nfs_gets_a_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(doctor.machine, "file_system", lambda path: 0x6969)
+    monkeypatch.setattr(machine, "file_system", lambda path: 0x6969)
     found = doctor.check_state_dir(tmp_path)
     assert (found.level, f"{tmp_path} is on NFS: " in found.message) == (WARNING, True)
 
