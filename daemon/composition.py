@@ -45,6 +45,7 @@ from ckptd.daemon.saving.destination import Destination
 from ckptd.daemon.saving.saver import Saver
 from ckptd.daemon.stage.root import StageRoot, check_apart, check_is_no_stage
 from ckptd.daemon.stage.uploader import Uploader
+from ckptd.shared.errors import storage_errors
 from ckptd.shared.formats.segment import RootMark, SegmentHeader
 from ckptd.shared.location import Location
 from ckptd.shared.storage.heartbeat_store import HeartbeatStore
@@ -175,7 +176,8 @@ async def opened(
                     config, root, of_root, Catalog(), root_calls, pipelines[-1], counters, events,
                     served,
                 )  # fmt: skip
-                of_root.start()
+                with storage_errors(f"begin a new journal file in {of_root.place}"):
+                    of_root.start()
             parts = _composed(
                 config, identity, slots, pipelines, front, final, served, behind, events
             )

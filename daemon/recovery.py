@@ -172,7 +172,8 @@ async def recover(
         slots.adopt()
         foreign.start()
         adopted = list(slots.slots.values())
-        journal.start({slot.header.job for slot in adopted})
+        with storage_errors(f"begin a new journal file in {journal.place}"):
+            journal.start({slot.header.job for slot in adopted})
         failpoint("start.rotated")
         for name in await calls.read(f"list {repository.where()}", repository.jobs):
             if reason := await calls.read(

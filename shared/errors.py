@@ -140,6 +140,10 @@ class RemoteRefusal(RemoteError, PermissionError):
     """The store has refused the credentials, or found none."""
 
 
+class OutOfInodes(OSError):
+    """The error ENOSPC of a file system that has space left, and no inodes."""
+
+
 class StorageError(MachineError):
     """A failed write, sync or read.
 
@@ -180,6 +184,17 @@ class StorageError(MachineError):
         }.get(number, "")
         if isinstance(error, RemoteError):
             return cls(f"cannot {action}: {error.strerror}", number, remote=True)
+        if isinstance(error, OutOfInodes):
+            return cls(
+                f"cannot {action}: no inodes are left on the file system (delete files there, "
+                "small ones too; the next snapshot tries again)",
+                number,
+            )
+        if number == _errno.EFBIG and error.filename is None:  # of a write, which has no name
+            hint = (
+                " (this process may not write so large a file: raise `ulimit -f`, or LimitFSIZE= "
+                "of its unit)"
+            )
         return cls(f"cannot {action}: {os.strerror(number) if number else error}{hint}", number)
 
 

@@ -35,7 +35,7 @@ from ckptd.agent.convert.contents import (
 )
 from ckptd.agent.convert.dcp_metadata import MetadataEntry, Piece, read_metadata
 from ckptd.agent.convert.output import CheckedFile, OnProgress, finish, result_of
-from ckptd.agent.convert.torch_file import not_loaded, save
+from ckptd.agent.convert.torch_file import load_plain, not_loaded, save
 from ckptd.agent.plan.save_plan import load_weights
 from ckptd.agent.state.dtypes import copyable
 from ckptd.shared.errors import IntegrityError, InvalidRequest
@@ -258,7 +258,7 @@ def _tensor(directory: Path, leaf: Leaf, entry: MetadataEntry) -> torch.Tensor:
 
 def _load_shard(data: IO[bytes]) -> Any:
     """Return a tensor, without a copy of its bytes in memory."""
-    return torch.load(data, weights_only=True, map_location="cpu")
+    return load_plain(data)
 
 
 def _loaded(directory: Path, name: str, piece: Piece, load: Callable[[IO[bytes]], Any]) -> Any:

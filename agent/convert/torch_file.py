@@ -8,6 +8,8 @@ without its storages.
 
 from __future__ import annotations
 
+import argparse
+import datetime
 import io
 import re
 import struct
@@ -15,12 +17,16 @@ import sys
 import zipfile
 import zlib
 from collections.abc import Iterator
-from pathlib import Path
+from decimal import Decimal
+from fractions import Fraction
+from pathlib import Path, PosixPath
+from types import SimpleNamespace
 from typing import IO, Any, NamedTuple, cast
+from uuid import UUID
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.serialization import skip_data
+from torch.serialization import safe_globals, skip_data
 
 from ckptd.agent.convert.contents import (
     Contents,
@@ -42,6 +48,18 @@ _CENTRAL, _LOCAL_CRC, _CENTRAL_CRC, _LOCAL_LENGTHS = struct.Struct("<4s6H3I5H2I"
 """The entry of a file in the directory of a zip, the places of its CRC-32 in its own
 header and in that entry, and the place of the lengths of its name and extra field in
 its own header, which they end (APPNOTE.TXT, 4.3).
+"""
+
+_PLAIN = [
+    argparse.Namespace, SimpleNamespace, datetime.datetime, datetime.date, datetime.time,
+    datetime.timedelta, datetime.timezone, Decimal, Fraction, UUID, PosixPath, frozenset,
+    range, slice,
+]  # fmt: skip
+"""The types of the standard library that ckptd saves by value and that `torch.load` with
+`weights_only` refuses by itself. They hold plain data, and to make one runs no code that
+the file could choose.
+
+NumPy's are not among them: NumPy makes a scalar out of bytes that may be a pickle.
 """
 
 Group = tuple[str, torch.dtype]
@@ -224,6 +242,15 @@ def _loads(value: Any) -> bool:
     return True
 
 
+def load_plain(source: Path | IO[bytes]) -> Any:
+    """Return what torch.save has written, with tensors on the CPU. No code in it is run.
+
+    Raises the errors of many types that torch.load raises.
+    """
+    with safe_globals(_PLAIN):
+        return torch.load(source, weights_only=True, map_location="cpu")
+
+
 def read_file(path: Path) -> Contents:
     """Return the contents of a file that torch.save has written.
 
@@ -245,7 +272,7 @@ def read_file(path: Path) -> Contents:
 
 def _loaded(path: Path) -> Any:
     try:
-        return torch.load(path, weights_only=True, map_location="cpu")
+        return load_plain(path)
     except OSError:
         raise
     except Exception as error:  # torch.load raises errors of many types for damaged files
@@ -263,7 +290,9 @@ def not_loaded(name: str, damaged: str, error: Exception) -> UnsavableValue | In
         if found := re.search(r"(?:GLOBAL |class |function )([\w.]+)", said):
             return UnsavableValue(
                 f"{name} can only be loaded by running pickled code, which ckptd does not do: it "
-                f"names {found[1]}"
+                f"names {found[1]}; if you trust the file, load it with "
+                "torch.load(..., weights_only=False), and torch.save what you need of it to "
+                "another file, as tensors and plain values"
             )
         # Without torch's advice.
         if found := re.search(
@@ -285,11 +314,7 @@ def _without_storages(path: Path) -> Contents | None:
     try:
         lengths = _storages(path)
         with FakeTensorMode():
-            loaded = (
-                torch.load(path, weights_only=True, map_location="cpu")
-                if lengths is not None
-                else None
-            )
+            loaded = load_plain(path) if lengths is not None else None
     except OSError:
         raise
     except Exception:  # torch.load and zipfile raise errors of many types

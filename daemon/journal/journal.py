@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import logging
+import os
 import secrets
 from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
@@ -141,6 +142,14 @@ class Journal:
         self._posted: set[asyncio.Task[None]] = set()
         self._broken: JournalBroken | None = None
         self._on_broken = on_broken
+
+    @property
+    def place(self) -> str:
+        """The path of the journal's directory, or its descriptor if that has no path."""
+        try:
+            return os.readlink(f"/proc/self/fd/{self._directory}")
+        except OSError:  # no /proc, or the directory of a test
+            return f"descriptor {self._directory}"
 
     @classmethod
     def open(

@@ -28,6 +28,7 @@ from ckptd.shared.errors import (
     InvalidName,
     NewerFormat,
     NotFound,
+    OutOfInodes,
     QuotaExceeded,
     SharedMemoryFull,
     StorageError,
@@ -403,6 +404,11 @@ class Slots:
     ) -> SharedMemoryFull | StorageError:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM):
             return StorageError.of(f"make a segment in {directory.path}", error)
+        if isinstance(error, OutOfInodes):
+            return SharedMemoryFull(
+                f"no inodes are left in {directory.path} for a slot, however much space is free; "
+                "delete files there, or mount it with more (nr_inodes=)"
+            )
         return self._full(size, directory)
 
     def _full(self, size: int, directory: SegmentDirectory) -> SharedMemoryFull:

@@ -18,7 +18,7 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Protocol
 
-from ckptd.shared.errors import IntegrityError
+from ckptd.shared.errors import IntegrityError, OutOfInodes
 from ckptd.shared.names import TMP_SUFFIX
 from ckptd.shared.system.failpoints import failpoint
 
@@ -104,6 +104,8 @@ class PosixFileSystem:
             os.mkdir(name, dir_fd=directory)
         except FileExistsError:
             return False
+        except OSError as error:
+            raise _explained(error, directory) from None
         return True
 
     def open(self, name: str, directory: int, *, write: bool = False) -> int:
@@ -136,6 +138,12 @@ class PosixFileSystem:
         O_DIRECT is used if `direct` is True and the file system supports it. Raises
         OSError if the file cannot be created or if its name exists already.
         """
+        try:
+            return self._create(name, directory, direct, mode)
+        except OSError as error:
+            raise _explained(error, directory) from None
+
+    def _create(self, name: str, directory: int, direct: bool, mode: int) -> int:
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         if direct:
             try:
@@ -223,6 +231,18 @@ class PosixFileSystem:
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_long, ctypes.c_long]
+
+
+def _explained(error: OSError, directory: int) -> OSError:
+    """Return OutOfInodes if the creation of a file has failed for want of an inode, and
+    otherwise the error itself.
+    """
+    if error.errno != errno.ENOSPC:
+        return error
+    space = os.fstatvfs(directory)
+    if space.f_files and not space.f_favail:
+        return OutOfInodes(errno.ENOSPC, "no inodes are left", error.filename)
+    return error
 
 
 def _renameat2(*arguments: int | bytes) -> int:

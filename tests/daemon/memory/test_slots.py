@@ -31,6 +31,7 @@ from ckptd.shared.errors import (
     Busy,
     IntegrityError,
     NotFound,
+    OutOfInodes,
     QuotaExceeded,
     SharedMemoryFull,
     StorageError,
@@ -904,6 +905,15 @@ def test_a_quota_that_is_set_is_never_exceeded(shm: Shm) -> None:
     free = overflowing(Shm(shm.path / "b"))
     assert (free.may_overflow(quota), free.may_overflow(full)) == (True, True)
     free.close()
+
+
+def test_a_tmpfs_without_inodes_is_said_to_be(shm: Shm) -> None:
+    class Empty(PosixFileSystem):
+        def create(self, *arguments: Any, **options: Any) -> int:
+            raise OutOfInodes(errno.ENOSPC, "no inodes")
+
+    with pytest.raises(SharedMemoryFull, match=rf"^no inodes are left in {shm.inside} for a slot"):
+        shm.open(fs=Empty()).create(header())
 
 
 @pytest.fixture

@@ -8,11 +8,14 @@ import ctypes
 import errno
 import mmap
 import os
+import resource
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from ckptd.shared.errors import OutOfInodes, StorageError
 from ckptd.shared.system import failpoints, fs
 from ckptd.shared.system.fs import (
     Buffer,
@@ -426,3 +429,46 @@ def test_read_exactly_goes_on_after_a_short_read(monkeypatch: pytest.MonkeyPatch
         assert read_exactly(fd, memoryview(buffer), 8) == 2
         assert bytes(buffer) == b"89...."
         assert read_exactly(fd, memoryview(buffer), 10) == 0
+
+
+def test_a_file_system_without_inodes_is_told_from_a_full_one(
+    directory: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*arguments: object, **options: object) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    space = SimpleNamespace(f_files=100, f_favail=0)
+    monkeypatch.setattr(os, "open", refuse)
+    monkeypatch.setattr(os, "mkdir", refuse)
+    monkeypatch.setattr(os, "fstatvfs", lambda fd: space)
+    for create in (PosixFileSystem().create, PosixFileSystem().make_directory):
+        space.f_files, space.f_favail = 100, 0
+        with pytest.raises(OutOfInodes) as caught:
+            create("name", directory)
+        told = str(StorageError.of("save it", caught.value))
+        assert told.startswith("cannot save it: no inodes are left on the file system (delete")
+        for files, left in ((100, 3), (0, 0)):  # btrfs has no fixed number of inodes
+            space.f_files, space.f_favail = files, left
+            with pytest.raises(OSError, match="No space left") as full:
+                create("name", directory)
+            assert type(full.value) is OSError
+
+
+def test_a_limit_of_file_sizes_is_named(tmp_path: Path, directory: int) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    fd = PosixFileSystem().create("file", directory)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
+    try:
+        with pytest.raises(OSError) as caught:
+            PosixFileSystem().write(fd, bytes(8192), 0)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        os.close(fd)
+    assert str(StorageError.of("save it", caught.value)) == (
+        "cannot save it: File too large (this process may not write so large a file: raise "
+        "`ulimit -f`, or LimitFSIZE= of its unit)"
+    )
+    (tmp_path / "file").write_bytes(bytes(9))
+    with pytest.raises(OSError) as caught:  # a file that a reader refuses is no such limit
+        read_small(PosixFileSystem(), "file", directory, 8)
+    assert "ulimit" not in str(StorageError.of("read it", caught.value))
