@@ -16,7 +16,7 @@ import struct
 import sys
 import zipfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from decimal import Decimal
 from fractions import Fraction
 from pathlib import Path, PosixPath
@@ -50,7 +50,7 @@ header and in that entry, and the place of the lengths of its name and extra fie
 its own header, which they end (APPNOTE.TXT, 4.3).
 """
 
-_PLAIN = [
+_PLAIN: list[Callable[..., Any] | tuple[Callable[..., Any], str]] = [
     argparse.Namespace, SimpleNamespace, datetime.datetime, datetime.date, datetime.time,
     datetime.timedelta, datetime.timezone, Decimal, Fraction, UUID, PosixPath, frozenset,
     range, slice,

@@ -15,7 +15,7 @@ from click.testing import CliRunner
 from ckptd.agent import Agent
 from ckptd.daemon.commands import cli, doctor
 from ckptd.daemon.commands.doctor_check import OK, WARNING
-from ckptd.shared import native_code
+from ckptd.shared import __version__, native_code
 from tests.support.daemons import Daemon, home
 
 
@@ -54,7 +54,7 @@ def test_doctor_and_the_version_show_that_native_code_is_missing(
 ) -> None:
     monkeypatch.setattr(native_code, "_MODULES", ())
     plain = CliRunner().invoke(cli.main, ["--version"])
-    assert (plain.exit_code, plain.output) == (0, f"ckptd, version {cli.__version__}\n")
+    assert (plain.exit_code, plain.output) == (0, f"ckptd, version {__version__}\n")
     assert doctor.check_native_code().level == OK
     monkeypatch.setattr(native_code, "_MODULES", ("ckptd.shared.codecs._none",))
     told = CliRunner().invoke(cli.main, ["--version"])
