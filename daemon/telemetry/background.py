@@ -9,6 +9,7 @@ import queue
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 from ckptd.daemon.log_events import Fact, event_of, facts_of
@@ -40,7 +41,7 @@ class BackgroundHandler(logging.Handler):
     """A handler that calls `take` with the events of the log, in a thread of its own.
 
     Lines that tell no event are left out. `missed` is the number of events that did not
-    fit into the queue.
+    fit into the queue; the log tells it.
     """
 
     def __init__(self, name: str, level: int = logging.INFO, gather_seconds: float = 0.0) -> None:
@@ -48,7 +49,7 @@ class BackgroundHandler(logging.Handler):
         more events after the first one, so that `take` gets them together.
         """
         super().__init__(level)
-        self.missed = 0
+        self.missed = self._told_missed = 0
         self._gather_seconds = gather_seconds
         self._queue = queue.Queue[LoggedEvent | None](MAX_WAITING)
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -88,8 +89,33 @@ class BackgroundHandler(logging.Handler):
         try:
             self._queue.put(None, timeout=END_SECONDS)
         except queue.Full:
-            return
+            pass
         self._thread.join(max(0.0, end - time.monotonic()))
+        self._tell_missed()
+
+    def left(self) -> list[LoggedEvent]:
+        """Return the events that `take` did not get before `close` returned, and take
+        them out of the queue.
+        """
+        found = []
+        with suppress(queue.Empty):
+            while True:
+                if (event := self._queue.get_nowait()) is not None:
+                    found.append(event)
+        return found
+
+    @property
+    def is_busy(self) -> bool:
+        """True after `close` if the thread had not taken everything by then."""
+        return self._thread.is_alive()
+
+    def _tell_missed(self) -> None:
+        if (missed := self.missed) > self._told_missed:
+            logging.getLogger("ckptd.telemetry").warning(
+                "%s has left out %d events, because %d others were waiting",
+                self._thread.name, missed - self._told_missed, MAX_WAITING,
+            )  # fmt: skip
+            self._told_missed = missed
 
     def _run(self) -> None:
         ended = False
@@ -98,6 +124,7 @@ class BackgroundHandler(logging.Handler):
             try:
                 if batch or not ended:
                     self.take(batch)
+                self._tell_missed()
                 if ended:
                     self.end()
             except Exception:

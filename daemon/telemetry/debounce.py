@@ -76,7 +76,9 @@ class Debounce:
         """Return the reports of all events that were left out, because no more time
         will pass. The newest events come first: the caller may not get to the others.
         """
-        left = [self._report(kind, kind.reported) for kind in self._kinds.values() if kind.held]
+        left = [
+            self._report(kind, kind.reported) for kind in list(self._kinds.values()) if kind.held
+        ]
         return sorted(left, key=lambda report: report[0].time, reverse=True)
 
     def pause(self, now: float) -> float | None:

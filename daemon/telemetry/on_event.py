@@ -10,6 +10,7 @@ import select
 import signal
 import subprocess
 import time
+from collections import Counter, deque
 from collections.abc import Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
@@ -18,8 +19,9 @@ import msgspec
 
 from ckptd.daemon.log_events import JOB_RECOVERED, event_of
 from ckptd.daemon.telemetry.background import BackgroundHandler, LoggedEvent
-from ckptd.daemon.telemetry.debounce import Debounce
+from ckptd.daemon.telemetry.debounce import Debounce, EventReport
 from ckptd.shared.system import machine
+from ckptd.shared.units import count_text, some_text
 
 log = logging.getLogger("ckptd.on_event")
 
@@ -37,13 +39,15 @@ class OnEvent(BackgroundHandler):
 
     A command gets the JSON of `report` on its standard input, and CKPTD_EVENT,
     CKPTD_EVENT_JOB and CKPTD_EVENT_TEXT in its environment. A webhook gets the JSON as
-    the body of a POST. A report that fails is logged, and not repeated.
+    the body of a POST. A report that fails is logged, and not repeated. So are, when the
+    daemon ends, the events for which there was no time.
     """
 
     def __init__(self, target: str) -> None:
         """target: a command for /bin/sh, or a URL that begins with http:// or https://."""
         self._target = target
         self._debounce = Debounce()
+        self._owed = deque[EventReport]()
         super().__init__("ckptd-on-event")
         self.addFilter(is_reported)
 
@@ -51,16 +55,35 @@ class OnEvent(BackgroundHandler):
         for event in events:
             first = self._debounce.now_or_later(event, time.monotonic())
             if first is not None:
-                self._tell(*first)
-        for late in self._debounce.due(time.monotonic()):
-            self._tell(*late)
+                self._owed.append(first)
+        self._owed.extend(self._debounce.due(time.monotonic()))
+        self._tell_owed()
 
     def pause(self) -> float | None:
         return self._debounce.pause(time.monotonic())
 
     def end(self) -> None:
-        for late in self._debounce.rest():
-            self._tell(*late)
+        self._owed.extend(self._debounce.rest())
+        self._tell_owed()
+
+    def close(self) -> None:
+        super().close()
+        if not self.is_busy:
+            return
+        untold = Counter(event.name for event in self.left() if _is_due(event.level, event.name))
+        for event, repeated in [*self._owed, *self._debounce.rest()]:
+            untold[event.name] += 1 + repeated
+        if untold:
+            log.warning(
+                "on_event was not told of %s, for which there was no time at the end: %s",
+                count_text(untold.total(), "event"),
+                some_text([f"{count} {name}" for name, count in untold.most_common()]),
+            )
+
+    def _tell_owed(self) -> None:
+        while self._owed:
+            self._tell(*self._owed[0])
+            self._owed.popleft()
 
     def _tell(self, event: LoggedEvent, repeated: int) -> None:
         try:
@@ -71,9 +94,12 @@ class OnEvent(BackgroundHandler):
             else:
                 self._run_command(event, report(event, repeated))
         except (OSError, ValueError, subprocess.SubprocessError) as error:
-            log.warning("on_event was not told of %s: %s", event.name, error)
+            job = f" of job {event.job}" if event.job else ""
+            more = f", nor of {repeated} before it" if repeated else ""
+            log.warning("on_event was not told of %s%s%s: %s", event.name, job, more, error)
 
     def _run_command(self, event: LoggedEvent, body: bytes) -> None:
+        """Raises OSError if the command fails or takes too long."""
         told = {
             "CKPTD_EVENT": event.name,
             "CKPTD_EVENT_JOB": event.job,
@@ -96,14 +122,12 @@ class OnEvent(BackgroundHandler):
                 os.killpg(process.pid, signal.SIGKILL)
             with suppress(subprocess.TimeoutExpired):  # it may hang in the kernel
                 process.wait(_KILLED_SECONDS)
-            log.warning(
-                "on_event: the command did not end within %.0f s, and was killed", COMMAND_SECONDS
+            raise TimeoutError(
+                f"the command did not end within {COMMAND_SECONDS:g} s, and was killed"
             )
-        elif process.returncode:
-            log.warning(
-                "on_event: the command ended with %d: %s",
-                process.returncode, said.decode(errors="replace").strip()[-_SHOWN:],
-            )  # fmt: skip
+        if process.returncode:
+            text = said.decode(errors="replace").strip()[-_SHOWN:]
+            raise ChildProcessError(f"the command ended with {process.returncode}: {text}")
 
 
 def _wait(process: subprocess.Popen[bytes], seconds: float) -> tuple[bool, bytes]:
@@ -139,8 +163,16 @@ def _wait(process: subprocess.Popen[bytes], seconds: float) -> tuple[bool, bytes
 
 
 def is_reported(record: logging.LogRecord) -> bool:
-    """Return True if a line of the log is reported, provided that it tells an event."""
-    return record.levelno >= logging.WARNING or event_of(record) == JOB_RECOVERED.name
+    """Return True if a line of the log is reported.
+
+    The lines of this module are not, because they tell no event. A filter that let them
+    pass would make its thread wait for `close`, which holds the lock of the handler.
+    """
+    return _is_due(record.levelno, event_of(record))
+
+
+def _is_due(level: int, name: str) -> bool:
+    return bool(name) and (level >= logging.WARNING or name == JOB_RECOVERED.name)
 
 
 def is_url(target: str) -> bool:

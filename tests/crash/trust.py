@@ -49,6 +49,7 @@ from tests.crash import (
     machine,
     nodes,
     nonsense,
+    notifications,
     peers,
     places,
     power,
@@ -355,6 +356,9 @@ RIGS: dict[str, Rig] = {
     ),
     "rollbacks": Rig(Alike("rollbacks and callbacks", "calls", rollbacks.run), (1000,)),
     "nonsense": Rig(Alike("seals of nonsense", "seals", nonsense.run), (20_000,)),
+    "notifications": Rig(
+        Alike("reports to targets that misbehave", "rounds", notifications.run), (430,)
+    ),
     "hostile": Rig(Alike("hostile files", "checkpoints", hostile.run), (5000,)),
     "hung": Rig(Alike("disk that hangs", "hangs", hung.run), (100,)),
     "starts": Rig(Alike("start on a disk that hangs", "starts", starts.run), (300,)),

@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 import pytest
 
 from ckptd.daemon.log_events import JOB_RECOVERED, SAVE_DONE, SAVE_FAILED
-from ckptd.daemon.telemetry import on_event
+from ckptd.daemon.telemetry import background, on_event
 from ckptd.daemon.telemetry.background import LoggedEvent
 from ckptd.daemon.telemetry.debounce import Debounce
 from ckptd.daemon.telemetry.on_event import OnEvent, report
@@ -99,8 +99,9 @@ def test_a_command_that_fails_is_logged_and_the_next_event_is_told(
     out = tmp_path / "out"
     told(f"echo x >> '{out}'; echo 'no such host' >&2; exit 3", event(), event(job="bert"))
     assert [record.getMessage() for record in caplog.records] == [
-        "on_event: the command ended with 3: no such host"
-    ] * 2
+        f"on_event was not told of save.failed of job {job}: the command ended with 3: no such host"
+        for job in ("gpt", "bert")
+    ]
     assert out.read_text() == "x\nx\n"
 
 
@@ -111,7 +112,8 @@ def test_a_command_that_hangs_is_killed_with_its_children(
     monkeypatch.setattr(on_event, "COMMAND_SECONDS", 0.3)
     told("sleep 600 & sleep 600", event())
     assert [record.getMessage() for record in caplog.records] == [
-        "on_event: the command did not end within 0 s, and was killed"
+        "on_event was not told of save.failed of job gpt: the command did not end within "
+        "0.3 s, and was killed"
     ]
 
 
@@ -124,7 +126,7 @@ def test_a_child_that_a_command_leaves_behind_holds_no_report(
     pid = tmp_path / "pid"
     told(f"setsid sh -c 'echo $$ > {pid}; exec sleep 600' & echo late >&2; exit 4", event())
     assert [record.getMessage() for record in caplog.records] == [
-        "on_event: the command ended with 4: late"
+        "on_event was not told of save.failed of job gpt: the command ended with 4: late"
     ]
     until(lambda: pid.exists() and pid.read_text().endswith("\n"), "the child's number")
     os.kill(int(pid.read_text()), signal.SIGKILL)
@@ -179,8 +181,9 @@ def test_a_webhook_that_refuses_or_hangs_or_is_gone_is_logged(
     told(f"http://127.0.0.1:{port}/hook", event())
     texts = [record.getMessage() for record in caplog.records]
     assert [text.partition(": ")[0] for text in texts] == [
-        "on_event was not told of save.failed"
-    ] * 4
+        f"on_event was not told of save.failed of job {job}"
+        for job in ("gpt", "bert", "gpt", "gpt")
+    ]
     assert "503" in texts[0]
     assert "503" in texts[1]
     assert "no answer within 0.2 s" in texts[2]
@@ -191,3 +194,50 @@ def test_a_report_is_one_line_of_json() -> None:
     found = report(event(), 4)
     assert found.index(b"\n") == len(found) - 1
     assert json.loads(found) == REPORT | {"repeated": 4}
+
+
+@pytest.mark.usefixtures("processes")
+def test_events_for_which_there_is_no_time_at_the_end_are_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some were taken, some are left out for now, and some wait for the thread."""
+    monkeypatch.setattr(background, "END_SECONDS", 0.1)
+    flag = tmp_path / "flag"
+    handler = OnEvent(f"until [ -e '{flag}' ]; do sleep 0.05; done")
+    logger = logging.getLogger("ckptd.tests.on_event")
+    logger.addHandler(handler)
+    SAVE_FAILED.log(logger, "first", job="gpt")
+    until(lambda: bool(handler._owed), "first report")
+    for job in ("gpt", "bert", "gpt"):
+        SAVE_FAILED.log(logger, "later", job=job)
+        SAVE_DONE.log(logger, "which is not reported", job=job)
+    JOB_RECOVERED.log(logger, "recovered", job="gpt")
+    logger.removeHandler(handler)
+    caplog.clear()
+    handler.close()
+    assert [record.getMessage() for record in caplog.records] == [
+        "on_event was not told of 5 events, for which there was no time at the end: "
+        "4 save.failed, 1 job.recovered"
+    ]
+    flag.touch()
+    handler._thread.join()
+
+
+@pytest.mark.usefixtures("processes")
+def test_a_report_that_fails_while_the_log_is_closed_does_not_stop_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`logging.shutdown` holds the lock of a handler while it closes it, and the line
+    about the failure goes to all handlers, this one too.
+    """
+    monkeypatch.setattr(background, "END_SECONDS", 20.0)
+    out = tmp_path / "out"
+    handler = OnEvent(f"echo x >> '{out}'; sleep 0.2; exit 3")
+    logger = logging.getLogger("ckptd")
+    logger.addHandler(handler)
+    for job in ("a", "b", "c"):
+        SAVE_FAILED.log(logger, "failed", job=job)
+    with handler.lock:
+        handler.close()
+    logger.removeHandler(handler)
+    assert (out.read_text(), handler.is_busy) == ("x\n" * 3, False)
