@@ -45,24 +45,27 @@ COMMANDS = {
     "works": "cat >> {got}",
     "works, and says much": "cat >> {got}; head -c 300000 /dev/zero >&2",
     "reads nothing": 'printf \'{{"facts": {{"job": "%s"}}}}\\n\' $CKPTD_EVENT_JOB >> {got}',
-    "leaves a child": "cat >> {got}; sleep 77 >/dev/null &",
-    "leaves a child with stderr": "cat >> {got}; sleep 77 &",
-    "leaves a session with stderr": "cat >> {got}; setsid sleep 77 &",
+    "leaves a child": "cat >> {got}; {hold} >/dev/null &",
+    "leaves a child with stderr": "cat >> {got}; {hold} &",
+    "leaves a session with stderr": "cat >> {got}; setsid {hold} &",
     "fails": "exit 3",
     "fails and says bytes": "printf '\\377\\376\\n' >&2; exit 1",
     "is missing": "/nowhere/at/all",
-    "hangs": "sleep 77",
-    "hangs with a session": "setsid sleep 77 & sleep 77",
-    "hangs without stderr": "exec 2>&-; sleep 77",
-    "ignores SIGTERM": "trap '' TERM; sleep 77",
-    "floods stderr": "yes >&2",
-    "floods stderr from a session": "setsid timeout 3 yes >&2 & exit 2",
+    "hangs": "{hold}",
+    "hangs with a session": "setsid {hold} & {hold}",
+    "hangs without stderr": "exec 2>&-; {hold}",
+    "ignores SIGTERM": "trap '' TERM; {hold}",
+    "floods stderr": "yes {pid} >&2",
+    "floods stderr from a session": "setsid timeout 3 yes {pid} >&2 & exit 2",
     "stops itself": "kill -STOP $$",
     "kills itself": "kill -KILL $$",
     "kills its group": "kill -KILL 0",
     "is no command": "if then )",
 }
-"""Commands by what they do. `{got}` is the file of those that take the report."""
+"""Commands by what they do. `{got}` is the file of those that take the report, `{hold}`
+takes long, and `{pid}` is the number of this process, which names what they leave behind.
+"""
+_HOLD = f"sleep 77.{os.getpid()}"
 
 OK = b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n"
 
@@ -256,7 +259,7 @@ def command(kind: str) -> list[str]:
     before = _children()
     try:
         return one_target(
-            COMMANDS[kind].format(got=file),
+            COMMANDS[kind].format(got=file, hold=_HOLD, pid=os.getpid()),
             lambda: [file.read_text()] if file.exists() else [],
         )
     finally:
@@ -269,7 +272,10 @@ def command(kind: str) -> list[str]:
 def _children() -> set[int]:
     """Return the numbers of the processes that commands leave behind."""
     found = subprocess.run(
-        ["pgrep", "-f", "^(sleep 77|yes)$"], capture_output=True, text=True, check=False
+        ["pgrep", "-f", f"^({_HOLD}|yes {os.getpid()})$"],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     return set(map(int, found.stdout.split()))
 
