@@ -70,6 +70,7 @@ from ckptd.agent.state.capture import (
 from ckptd.agent.state.naming import modules_of
 from ckptd.agent.step_times import StepTimes
 from ckptd.agent.threads.call_lock import Nested
+from ckptd.agent.threads.interruptible import interruptible
 from ckptd.shared.errors import (
     CkptdError,
     DaemonUnreachable,
@@ -149,6 +150,7 @@ class Agent:
     attempt, that error is raised on all ranks.
     """
 
+    @interruptible
     def __init__(
         self,
         job: str | None = None,
@@ -235,6 +237,7 @@ class Agent:
 
     # -- saving
 
+    @interruptible
     def snapshot(
         self,
         state: Any,
@@ -469,6 +472,7 @@ class Agent:
 
     # -- slots
 
+    @interruptible
     def prepare(self, state: Any) -> None:
         """Plan for `state`, then make slots and map their pages in the background, so
         that the first snapshot is as fast as later ones.
@@ -503,6 +507,7 @@ class Agent:
 
     # -- recovering
 
+    @interruptible
     def recover(
         self,
         state: Any,
@@ -561,6 +566,7 @@ class Agent:
             ),
         )
 
+    @interruptible
     def _recover(self, state: Any, options: Options) -> Recovered | None:
         step = options.step
         link = self._link
@@ -608,6 +614,7 @@ class Agent:
 
     # -- closing
 
+    @interruptible
     def close(self, timeout: float = CLOSE_SECONDS) -> None:
         """Make the newest snapshot durable, even one with `persist=False`, then free
         the slots. Does nothing if the agent is closed.

@@ -28,6 +28,7 @@ from ckptd.agent.pending import Pending
 from ckptd.agent.recover.options import OnReshape
 from ckptd.agent.recover.recovery import Recovered
 from ckptd.agent.schedule import Schedule, check_same_agent
+from ckptd.agent.threads.interruptible import interruptible
 from ckptd.shared.errors import CkptdError, InvalidRequest
 
 T = TypeVar("T")
@@ -391,6 +392,7 @@ class _StopStep:
         self._asked = False
         self.signalled = False
 
+    @interruptible
     def ends_at(self, step: int, *, wanted: bool, signalled: bool) -> bool:
         """Return True if the ranks end after this step.
 

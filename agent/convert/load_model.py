@@ -20,6 +20,7 @@ from ckptd.agent.read.loader import copy_any
 from ckptd.agent.state.module_tensors import difference, raw_tensors, tensors_of
 from ckptd.agent.state.module_tensors import missing as missing_keys
 from ckptd.agent.state.wrappers import canonical_keys, current_names, flattens, raw_names, unwrapped
+from ckptd.agent.threads.interruptible import interruptible
 from ckptd.shared.errors import InvalidRequest, StructureMismatch, storage_errors
 from ckptd.shared.location import located
 from ckptd.shared.units import some_text
@@ -43,6 +44,7 @@ class LoadedModel:
     on_meta: list[str]
 
 
+@interruptible
 def load_model(
     model: torch.nn.Module,
     path: str | os.PathLike[str],

@@ -23,6 +23,7 @@ from ckptd.agent.read.loans import open_loan
 from ckptd.agent.read.sources import Opened, open_checkpoint
 from ckptd.agent.read.staged_source import ChunkMemory
 from ckptd.agent.threads.flag import Flag
+from ckptd.agent.threads.interruptible import interruptible
 from ckptd.shared.errors import (
     Busy,
     DaemonUnreachable,
@@ -84,6 +85,7 @@ class VersionFeed:
     def __iter__(self) -> Iterator[Version]:
         return self
 
+    @interruptible
     def __next__(self) -> Version:
         """Return the next version, once there is one.
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from ckptd.agent.link.arguments import job_name
 from ckptd.agent.link.launch import find_place
 from ckptd.agent.read.checkpoint import Checkpoint
+from ckptd.agent.threads.interruptible import interruptible
 from ckptd.shared.errors import NotFound, from_wire
 from ckptd.shared.location import located
 from ckptd.shared.wire import messages as m
@@ -29,6 +30,7 @@ class Newest:
     source: str
 
 
+@interruptible
 def newest(
     job: str | None = None,
     root: str | os.PathLike[str] | None = None,

@@ -29,6 +29,7 @@ from ckptd.agent.link.script import look_for_other_script
 from ckptd.agent.peers.replicator import Replicator
 from ckptd.agent.pending import NOT_COPIED, NOT_SET, PendingSnapshot
 from ckptd.agent.threads.call_lock import CallLock
+from ckptd.agent.threads.interruptible import interruptible
 from ckptd.agent.threads.reminder import reminder
 from ckptd.shared import native_code
 from ckptd.shared.errors import (
@@ -286,6 +287,7 @@ class RankLink:
                 )
             self.begin_next()
 
+    @interruptible
     def broadcast(
         self, topic: str, say: Callable[[], bytes], *, late: bool = False
     ) -> bytes | None:

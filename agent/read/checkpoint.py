@@ -25,6 +25,7 @@ from ckptd.agent.read.sources import Opened, newer, open_checkpoint
 from ckptd.agent.read.staged_source import ChunkMemory, digest
 from ckptd.agent.state.merge import bare, merge
 from ckptd.agent.state.tree import filled, names_in_records
+from ckptd.agent.threads.interruptible import interruptible
 from ckptd.shared import names
 from ckptd.shared.errors import (
     IntegrityError,
@@ -74,6 +75,7 @@ class Checkpoint:
 
     @classmethod
     @paused_collector()
+    @interruptible
     def open(cls, path: str | os.PathLike[str] | Url, which: str | int = "newest") -> Checkpoint:
         """Open a checkpoint for reading.
 
@@ -243,6 +245,7 @@ class Checkpoint:
             load(self._opened.saved, {name: made})
             return made
 
+    @interruptible
     def load(self) -> Any:
         """Return the whole state as a new tree on the CPU.
 
@@ -264,6 +267,7 @@ class Checkpoint:
             made = materialize(self._opened.saved, self._opened.saved.names())
             return filled(tree, lambda name: made[name] if name in made else self._lacks(name))
 
+    @interruptible
     def verify(self, unchecked: list[str] | None = None) -> int:
         """Check all that `load` needs: every byte, every tensor, and every value.
 
@@ -318,6 +322,7 @@ class Checkpoint:
     def _lacks(self, name: str) -> NoReturn:
         raise IntegrityError(f"{self.tag}: its values name the tensor {name!r}, which no part has")
 
+    @interruptible
     def load_into(
         self,
         module: torch.nn.Module,

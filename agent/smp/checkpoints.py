@@ -32,6 +32,7 @@ from ckptd.agent.smp.runs import (
 from ckptd.agent.state.module_tensors import tensors_of
 from ckptd.agent.state.tree import PerRank, per_rank
 from ckptd.agent.state.wrappers import unwrapped
+from ckptd.agent.threads.interruptible import interruptible
 from ckptd.shared.errors import InvalidRequest, NotFound
 from ckptd.shared.location import local
 from ckptd.shared.names import check_name
@@ -41,6 +42,7 @@ from ckptd.shared.storage.locate import is_root
 _JOB = "partial"
 
 
+@interruptible
 def save_checkpoint(
     path: str | os.PathLike[str],
     tag: str,
@@ -103,6 +105,7 @@ def save_checkpoint(
     return pending
 
 
+@interruptible
 def resume_from_checkpoint(
     path: str | os.PathLike[str],
     tag: str | None = None,

@@ -1,5 +1,5 @@
-"""Tests calls from a signal handler or from the state that is being saved, and Ctrl-C:
-none hangs or loses a slot.
+"""Tests calls from a signal handler or from the state that is being saved, Ctrl-C, and
+handlers that raise: none hangs or loses a slot.
 """
 
 from __future__ import annotations
@@ -23,8 +23,10 @@ from ckptd.agent.link.client import Client
 from ckptd.agent.link.slot_requests import SlotRequest
 from ckptd.shared import errors
 from ckptd.shared.formats.segment import SlotState
+from ckptd.shared.system import failpoints
 from ckptd.shared.wire import messages as m
 from tests.support.daemons import until
+from tests.support.raising_handlers import RAISED, at_failpoint
 from tests.support.shared_daemon import LentDaemon
 
 pytestmark = pytest.mark.filterwarnings(
@@ -352,3 +354,46 @@ def test_close_can_be_called_again_after_ctrl_c(
     assert agent._link.handovers.slots.names
     agent.close()
     assert (agent.closed, agent._link.handovers.slots.names) == (True, [])
+
+
+# -- handlers that raise
+
+
+@contextmanager
+def raising(error: BaseException) -> Iterator[Callable[[], None]]:
+    """Install a handler that raises `error`. Return a function that makes it run."""
+
+    def work() -> None:
+        raise error
+
+    with alarm(work) as ring:
+        yield ring
+
+
+# Of types that ckptd itself handles; tests/crash/interrupts.py raises all kinds.
+@pytest.mark.parametrize("name", ["TimeoutError", "a dead worker"])
+def test_an_exception_of_a_handler_leaves_each_call_at_each_failpoint(
+    agent: Agent, name: str
+) -> None:
+    reached, step = set[str](), 0
+    for number, point in enumerate(failpoints.AGENT):
+        state = {"w": torch.zeros(10 + (number << 18))}  # of another size, so that slots are made
+        agent.recover({"w": torch.zeros(10)}, step=0)
+        for call in ("snapshot", "prepare", "recover"):
+            step += 1
+            error, found = RAISED[name](), None
+            with raising(error) as ring, at_failpoint(point, ring) as passed:
+                try:
+                    if call == "snapshot":
+                        agent.snapshot(state, step=step)
+                    elif call == "prepare":
+                        agent.prepare(state)
+                    else:
+                        agent.recover({"w": torch.zeros(10)}, step=0)
+                except BaseException as raised:
+                    found = raised
+            assert found is (error if passed else None), f"{point} of {call}: {found!r}"
+            reached.update(passed)
+    assert reached == set(failpoints.AGENT) - {"agent.allocated"}  # on a thread of its own
+    agent.recover({"w": torch.zeros(10)}, step=0)
+    all_slots_work(agent, step + 1)

@@ -1,13 +1,14 @@
-"""Interrupts the agent with Ctrl-C, signal handlers that call it, nested calls, forks
-and threads, at any line of any public call.
+"""Interrupts the agent with Ctrl-C, signal handlers that raise or call it, nested calls,
+forks and threads, at any line of any public call.
 
 `python -m tests.crash.interrupts --count 500 [--seed N] [--minutes M]`. It runs a real
 daemon and a real trainer. A trace function counts the lines that the main thread runs
-in ckptd. At the n-th line it raises KeyboardInterrupt, makes a nested call, or forks.
-Timers do the same between any two instructions, in Python and in C. After every try,
-snapshots must again be sealed and durable within a few calls, which needs every slot,
-and `recover` must return the newest of them, bit for bit. A watchdog reports a hang
-with the stacks of all threads.
+in ckptd. At the n-th line a handler raises an exception, makes a nested call, or forks.
+Timers do the same between any two instructions, in Python and in C, and handlers that
+raise run at each failpoint, too. The exception of a handler, and nothing else, must
+come out of the call. After every try, snapshots must again be sealed and durable within
+a few calls, which needs every slot, and `recover` must return the newest of them, bit
+for bit. A watchdog reports a hang with the stacks of all threads.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from functools import cache
+from functools import cache, partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from random import Random
@@ -38,10 +39,12 @@ import ckptd.agent
 import ckptd.shared
 from ckptd.agent import Agent, CkptdError
 from ckptd.shared.errors import Busy
+from ckptd.shared.system import failpoints
 from tests.crash import places
 from tests.crash.places import Where
 from tests.support import forks, trainers
 from tests.support.daemons import Home, home, running
+from tests.support.raising_handlers import RAISED, at_failpoint
 
 SIZE = 500
 OPTIONS = ("--keep-last", "3", "--codec", "raw", "--threads", "1")
@@ -58,13 +61,16 @@ PLACES = tuple(
     for path in package.__path__
 )
 CALLS = ("snapshot", "recover", "go back", "prepare", "close")
+LEFT = (*CALLS, "wait")
+"""The calls that a handler that raises must end at once."""
 NESTED = ("snapshot", "close", "recover")
 CHILDREN = ("a child that ends", "a child with an agent")
 KINDS = (
     # Most used, and with most state to leave behind.
     *8 * ["Ctrl-C at a line of snapshot", "Ctrl-C from a timer in snapshot"],
-    *(f"Ctrl-C at a line of {call}" for call in CALLS),
-    *(f"Ctrl-C from a timer in {call}" for call in CALLS),
+    *(f"{name} at a line of {call}" for call in LEFT for name in RAISED),
+    *(f"{name} from a timer in {call}" for call in LEFT for name in RAISED),
+    *(f"{name} at a failpoint of {call}" for call in CALLS[:4] for name in RAISED),
     *(f"{inner} at a line of {call}" for call in CALLS for inner in NESTED),
     *(f"{inner} from a timer in {call}" for call in CALLS for inner in NESTED),
     *(f"{child} at a line of {call}" for call in CALLS for child in CHILDREN),
@@ -137,6 +143,11 @@ class Trainer:
         self._seconds: dict[str, float] = {}
         self._durable: list[int] = []
         self._wrong = ""
+        self._to_raise: BaseException = KeyboardInterrupt()
+        self._raised: BaseException | None = None
+        signal.signal(signal.SIGUSR2, self._on_usr2)
+        self._unraisable: list[BaseException | None] = []
+        sys.unraisablehook = lambda told: self._unraisable.append(told.exc_value)
         self._children: list[int] = []
         self.agent = Agent(trainers.JOB, socket=socket)
         self.step = 0
@@ -146,12 +157,14 @@ class Trainer:
             self.step = recovered.step
             trainers.assert_equal(state, recovered.step, SIZE)
         self.check()
-        for call in CALLS:
+        for call in LEFT:
             lines = Lines(0, lambda: None)
+            self._ready(call)
             begun = time.monotonic()
             self._call(call)
             self._seconds[call] = time.monotonic() - begun
             self.check()
+            self._ready(call)
             with lines.traced():
                 self._call(call)
             self._lines[call] = lines.seen
@@ -160,6 +173,12 @@ class Trainer:
     def _next(self) -> int:
         self.step += 1
         return self.step
+
+    def _ready(self, call: str) -> None:
+        """Prepare for a call, outside the time in which it is interrupted."""
+        if call == "wait":
+            step = self._next()
+            self._pending = self.agent.snapshot(trainers.expected(step, SIZE), step=step)
 
     def _call(self, call: str) -> None:
         agent, self._reading = self.agent, call in ("recover", "go back")
@@ -175,6 +194,8 @@ class Trainer:
                 agent.prepare(trainers.expected(0, SIZE + self._chance.randrange(3) * 100_000))
             case "close":
                 agent.close()
+            case "wait":
+                self._pending.wait("durable", timeout=30)
 
     def attempt(self, kind: str) -> None:
         """Try one kind of interruption, then check that every promise holds.
@@ -189,15 +210,25 @@ class Trainer:
             act = (
                 self._fork(inner)
                 if inner in CHILDREN
-                else self._interrupt
-                if inner == "Ctrl-C"
+                else partial(self._raise, RAISED[inner]())
+                if inner in RAISED
                 else self._nested(inner)
             )
+            self._ready(call)
+            self._raised = None
+            found: BaseException | None = None
             try:
-                with self._at_line(call, act) if where == "line" else self._at_time(call, act):
+                with self._interrupted(where, call, act):
                     self._call(call)
-            except (KeyboardInterrupt, CkptdError):
-                pass
+            except CkptdError as error:
+                found = error
+            except BaseException as error:
+                if inner not in RAISED:
+                    raise
+                found = error
+            if self._raised not in (None, found, *map(_carried, self._unraisable)):
+                raise Wrong(f"a handler has raised {self._raised!r}, and {found!r} came out")
+            self._unraisable.clear()
         for child in self._children:
             if code := os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]):
                 what = "holds segments of its parent" if code == HOLDS else f"ended with {code}"
@@ -208,6 +239,15 @@ class Trainer:
         self.check()
 
     # -- the interruptions, and when they come
+
+    def _interrupted(self, where: str, call: str, act: Callable[[], None]) -> Any:
+        match where:
+            case "line":
+                return self._at_line(call, act)
+            case "failpoint":
+                return at_failpoint(self._chance.choice(failpoints.AGENT), act)
+            case _:
+                return self._at_time(call, act)
 
     def _at_line(self, call: str, act: Callable[[], None]) -> Any:
         return Lines(self._chance.randrange(1, self._lines[call] + 1), act).traced()
@@ -222,9 +262,15 @@ class Trainer:
             signal.setitimer(signal.ITIMER_REAL, 0)
             signal.signal(signal.SIGALRM, before)
 
-    @staticmethod
-    def _interrupt() -> None:
-        raise KeyboardInterrupt
+    def _raise(self, error: BaseException) -> None:
+        """Have a signal handler raise `error`."""
+
+        self._to_raise = error
+        signal.raise_signal(signal.SIGUSR2)
+
+    def _on_usr2(self, *_: object) -> None:
+        self._raised = self._to_raise
+        raise self._raised
 
     def _nested(self, inner: str) -> Callable[[], None]:
         def act() -> None:
@@ -331,13 +377,19 @@ class Trainer:
         raise Wrong(f"none of {FURTHER} further snapshots was sealed: {pending.error}")
 
 
+def _carried(error: BaseException | None) -> BaseException | None:
+    """Return the exception of a handler that Python has reported and dropped, because it
+    came in a destructor.
+    """
+    return getattr(error, "error", error)
+
+
 def serve(pipe: Connection, socket: Path, segments: Path, seed: int, stacks: Path) -> None:
     """Try each kind that comes over the pipe, and answer with what is wrong, or "" if
     nothing is.
     """
     torch.set_num_threads(1)
     logging.disable()
-    sys.unraisablehook = lambda _: None  # for Ctrl-C in a destructor
     with stacks.open("w") as file:
         faulthandler.register(signal.SIGUSR1, file, all_threads=True)
         trainer = Trainer(socket, segments, seed)

@@ -319,7 +319,7 @@ RIGS: dict[str, Rig] = {
     ),
     "crowd": Rig(Alike("trainers killed in a crowd", "SIGKILLs of trainers", crowd.run), (2000,)),
     "interrupts": Rig(
-        Alike("interruptions of the agent", "interruptions", interrupts.run), (2000,)
+        Alike("interruptions of the agent", "interruptions", interrupts.run), (5000,)
     ),
     "users": Rig(Alike("another user of the node", "tries", users.run), (500,)),
     "limits": Rig(Alike("shortages", "tries", limits.run), (300,)),
