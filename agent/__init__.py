@@ -32,6 +32,7 @@ from ckptd.agent.read.module_loader import LoadedInto
 from ckptd.agent.recover.recovery import Recovered
 from ckptd.agent.schedule import Schedule
 from ckptd.agent.state.tree import per_rank
+from ckptd.agent.threads.loader_workers import outlive_sigterm
 from ckptd.agent.training_run import Training, training
 from ckptd.shared.errors import CkptdError
 from ckptd.shared.retention import (
@@ -79,6 +80,7 @@ __all__ = [
     "close",
     "follow",
     "newest",
+    "outlive_sigterm",
     "per_rank",
     "prepare",
     "recover",

@@ -18,6 +18,7 @@ import torch.distributed
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
 from ckptd.agent.state.tree import per_rank
+from ckptd.agent.threads.loader_workers import workers_outlive_sigterm
 from ckptd.shared.errors import InvalidRequest
 
 log = logging.getLogger("ckptd.agent")
@@ -50,7 +51,8 @@ class Batches:
 
     loader: a DataLoader with any sampler, workers included, whose settings are taken
         over; or a loader that saves its position itself, with `state_dict` and
-        `load_state_dict`, such as torchdata's StatefulDataLoader.
+        `load_state_dict`, such as torchdata's StatefulDataLoader. Its workers outlive a
+        SIGTERM that is meant for the training (`outlive_sigterm`).
     seed: an integer. It must be the same on all ranks, and after a recovery.
 
     epoch: the number of the epoch, from 0. batch: the number of batches of this epoch
@@ -79,6 +81,7 @@ class Batches:
         else:
             self._loader = _Ordered(loader)
             _warn_of_equal_batches(loader)
+        workers_outlive_sigterm(self._loader.loader)
         known.add(self)
 
     def __len__(self) -> int:

@@ -8,7 +8,9 @@ import logging
 import re
 import signal
 import threading
+import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
 from types import FrameType, TracebackType
@@ -37,6 +39,12 @@ log = logging.getLogger("ckptd.agent")
 
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 _EXIT_CODE = 128 + signal.SIGTERM
+_LATEST = 16
+"""The number of snapshots among which the newest durable one is looked for."""
+_KILLED = re.compile(r"^DataLoader worker .* killed by signal: Terminated")
+_DEAD = re.compile(r"^DataLoader worker .* (killed by signal: Terminated|exited unexpectedly)")
+_SIGTERM_SECONDS = 1.0
+"""The time within which SIGTERM reaches all processes that it is sent to."""
 
 
 def training(
@@ -61,7 +69,9 @@ def training(
     All ranks do the same.
 
     SIGTERM lets the current step end, saves it, and ends the process with exit code
-    143. On several ranks, all of them end after the same step.
+    143. The last line says which step is saved. On several ranks, all of them end after
+    the same step. Workers of a `Batches` outlive a SIGTERM to all processes. The death of
+    other workers by it does not end the step.
 
     state: as for `snapshot`.
     every: a number of steps, a time such as "90s", "10m" or "2h", or a `Schedule`.
@@ -143,6 +153,8 @@ class Training:
         self._terminated = False
         self._handler: Any = None
         self._ranks: _StopStep | None = None
+        self._taken: deque[Pending] = deque(maxlen=_LATEST)
+        self._workers = _LoaderWorkers(lambda: self._terminated)
         self._watch = _Watch()
 
     def __enter__(self) -> Training:
@@ -182,19 +194,24 @@ class Training:
         Raises the errors of `close`, unless the loop itself has raised one.
         """
         self._entered = False
+        preempted = False
         self._watch.end()
         if kind is None:
             self._warn_of_early_end()
         close: Callable[[], None] = default.close if self._given is None else self._given.close
         try:
+            preempted = self._terminated and self._ends_without_workers(error)
             close()
         except CkptdError as failure:
             if kind is None:
                 raise
             log.error("the newest snapshot could not be made durable: %s", failure)
         finally:
-            if self._handler is not None:
-                signal.signal(signal.SIGTERM, self._handler)
+            self._put_handlers_back()
+        if preempted or (self._terminated and isinstance(error, SystemExit)):
+            log.warning("SIGTERM: %s", self._what_is_saved())
+        if preempted:
+            raise SystemExit(_EXIT_CODE) from error
 
     @property
     def next_step(self) -> int:
@@ -235,18 +252,54 @@ class Training:
         self._total = total
         self._watch.check_order()
         while self._next < total:
+            if self._handler is not None:  # on the main thread
+                self._workers.watch()
             yield self._next
             step, self._next = self._next, self._next + 1
             ends = self._ends_at(step)
             self._snapshot(step, last=ends or self._next == total)
             self.metrics = {}
             if self._terminated and ends:
-                log.warning("SIGTERM: step %d is the last one of this process", step)
                 raise SystemExit(_EXIT_CODE)
             if ends:
                 self._stop = False
                 break
         self._total = 0
+
+    def _ends_without_workers(self, error: BaseException | None) -> bool:
+        """Return True if SIGTERM has ended the workers of a loader that was asked for a
+        batch of the next step, and take a snapshot of the step before.
+
+        All ranks that train together end up here, if their loaders have given the same
+        number of batches.
+        """
+        done = self._next - 1
+        if not isinstance(error, RuntimeError) or not _DEAD.search(str(error)):
+            return False
+        if self._watch.stepped or done < 0:  # the state is that of no step
+            return False
+        log.warning("SIGTERM has ended the workers of a DataLoader too: %s", error)
+        newest = self.pending or self.recovered
+        if newest is None or newest.step != done:
+            self._snapshot(done, last=True)
+        return True
+
+    def _put_handlers_back(self) -> None:
+        self._workers.end()
+        if self._handler is not None:
+            signal.signal(signal.SIGTERM, self._handler)
+
+    def _what_is_saved(self) -> str:
+        """Return a sentence that says which step is durable after SIGTERM."""
+        last = self._next - 1
+        durable = [pending.step for pending in self._taken if pending.state == "durable"]
+        if not durable and self.recovered is not None:
+            durable = [self.recovered.step]
+        newest = f"step {durable[-1]} is the newest that is" if durable else "no step is"
+        if durable and durable[-1] == last:
+            return f"step {last} is saved, and is the last one of this process"
+        why = self.pending.error if self.pending is not None and self.pending.step == last else None
+        return f"step {last}, the last one of this process, is not saved: {why}; {newest}"
 
     def _warn_of_early_end(self) -> None:
         """Warn if the loop has not come to the end of its steps."""
@@ -280,6 +333,7 @@ class Training:
             taken = self._schedule.snapshot(self._state, step=step, metrics=self.metrics or None)
         if taken is not None:
             self.pending = taken
+            self._taken.append(taken)
             self._watch.saved(step)
         self._watch.next_step()
 
@@ -297,14 +351,59 @@ class Training:
         log.warning("SIGTERM: the run ends after this step")
 
 
+class _LoaderWorkers:
+    """The workers of any DataLoader, whose death by the SIGTERM of a preemption must not
+    end the step that is to be saved.
+
+    The handler of SIGCHLD that a DataLoader has set raises RuntimeError then, anywhere in
+    the step, which has its batch already. `ckptd.Batches` keeps its workers alive.
+
+    terminated: returns True once this process has got SIGTERM itself.
+    """
+
+    def __init__(self, terminated: Callable[[], bool]) -> None:
+        self._terminated = terminated
+        self._before: Any = None
+
+    def watch(self) -> None:
+        """Take the place of the handler of SIGCHLD, if there is one."""
+        handler = signal.getsignal(signal.SIGCHLD)
+        if callable(handler) and handler != self._on_child:
+            self._before = handler
+            signal.signal(signal.SIGCHLD, self._on_child)
+
+    def end(self) -> None:
+        """Put the handler back, unless another one was set since."""
+        if self._before is not None and signal.getsignal(signal.SIGCHLD) == self._on_child:
+            signal.signal(signal.SIGCHLD, self._before)
+
+    def _on_child(self, number: int, frame: FrameType | None) -> None:
+        try:
+            self._before(number, frame)
+        except RuntimeError as error:
+            if not _KILLED.search(str(error)):
+                raise
+            # A worker may get its signal before this process, whose handler runs inside
+            # this wait.
+            deadline = time.monotonic() + _SIGTERM_SECONDS
+            while not self._terminated() and time.monotonic() < deadline:
+                time.sleep(0.01)
+            if not self._terminated():
+                raise
+            log.warning("SIGTERM has ended a worker of a DataLoader too: %s", error)
+
+
 class _Watch:
-    """Looks for mistakes in a loop that would make a recovered run another one."""
+    """Looks for mistakes in a loop that would make a recovered run another one.
+
+    stepped: True if an optimizer has stepped in the step that runs.
+    """
 
     def __init__(self) -> None:
         self._batches: list[Batches] = []
         self._before: list[int] = []
         self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-        self._stepped = False
+        self.stepped = False
         self._said: set[str] = set()
         self._hook: Any = None
 
@@ -319,7 +418,7 @@ class _Watch:
 
     def _note(self, optimizer: Optimizer, *_: object) -> None:
         self._optimizers.add(optimizer)
-        self._stepped = True
+        self.stepped = True
 
     def check_order(self) -> None:
         """Raise InvalidRequest if a batch was drawn before the first step."""
@@ -330,7 +429,7 @@ class _Watch:
             )
 
     def next_step(self) -> None:
-        self._stepped = False
+        self.stepped = False
 
     def saved(self, step: int) -> None:
         """Warn of what the snapshot of this step lacks."""
@@ -339,7 +438,7 @@ class _Watch:
                 "a ckptd.Batches is used that is not part of the state: its position is not saved, "
                 'and a recovered run begins its data again; add it, as in {"data": batches}'
             )
-        if self._optimizers and not self._stepped and any(map(_has_gradients, self._optimizers)):
+        if self._optimizers and not self.stepped and any(map(_has_gradients, self._optimizers)):
             self._say(
                 "no optimizer has stepped in step %d, which is saved, and gradients are not: a "
                 "recovered run loses those that are accumulated; let one step of run.steps() be "

@@ -17,7 +17,6 @@ from __future__ import annotations
 import logging
 import os
 import re
-import signal
 import sys
 import tempfile
 from types import TracebackType
@@ -141,8 +140,9 @@ class RayTraining(Training):
         if kind is not None:
             self._entered = False
             self._watch.end()
-            if self._handler is not None:
-                signal.signal(signal.SIGTERM, self._handler)
+            self._put_handlers_back()
+            if self._terminated and self.pending is not None:
+                log.warning("SIGTERM: the newest snapshot of this process is %s", self.pending)
             return
         try:
             self._send(None)

@@ -19,6 +19,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from ckptd.agent.state.capture import rng_state, set_rng_state
+from ckptd.agent.threads.loader_workers import workers_outlive_sigterm
 from ckptd.integrations.draws import WorkerWatch, keeps_generator
 from ckptd.shared.errors import InvalidRequest
 
@@ -247,9 +248,11 @@ def order_of(loader: Any) -> SamplerOrder | None:
     """Return the order of a loader, which is put into it if it has none yet.
 
     None if this is not a DataLoader, also as accelerate prepares it, with a sampler and
-    a data set with samples by number.
+    a data set with samples by number. The workers of any loader outlive a SIGTERM that is
+    meant for the training.
     """
     base = loader.base_dataloader if type(loader).__name__ == "DataLoaderShard" else loader
+    workers_outlive_sigterm(base)
     # A loader of accelerate says that it is a DataLoader.
     if not issubclass(type(base), DataLoader) or type(base).__iter__ is not DataLoader.__iter__:
         return None

@@ -7,8 +7,11 @@ from __future__ import annotations
 import itertools
 import logging
 import os
+import re
 import signal
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +19,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from ckptd.agent import Agent, Batches, Checkpoint, Schedule, default, training
+from ckptd.agent import Agent, Batches, Checkpoint, Schedule, default, training, training_run
 from ckptd.agent.training_run import Training
 from ckptd.shared.errors import InvalidRequest, SnapshotFailed, UnsavableValue
 from tests.support import scripts
@@ -324,6 +327,132 @@ def test_metrics_belong_to_the_step_in_which_they_were_set(agent: Agent, daemon:
                 run.metrics = {"loss": 3.0}
     with Checkpoint.open(daemon.home.root / "job") as found:
         assert (found.step, found.metrics) == (4, {})
+
+
+# -- SIGTERM, and workers that die of it
+
+DEAD = "DataLoader worker (pid 1) is killed by signal: Terminated. "
+GONE = "DataLoader worker (pid(s) 1, 2) exited unexpectedly"
+
+
+@contextmanager
+def worker_dies(text: str) -> Iterator[Callable[[], None]]:
+    """Install a handler of SIGCHLD as a DataLoader does. Return a function that makes it
+    raise.
+    """
+
+    def handler(*_: object) -> None:
+        raise RuntimeError(text)
+
+    before = signal.signal(signal.SIGCHLD, handler)
+    try:
+        yield lambda: signal.raise_signal(signal.SIGCHLD)
+        assert signal.getsignal(signal.SIGCHLD) is handler
+    finally:
+        signal.signal(signal.SIGCHLD, before)
+
+
+def trained(
+    agent: Agent, state: Any, every: int, body: Callable[[Training, int], object]
+) -> tuple[int, BaseException | None]:
+    """Train up to ten steps. Return the step of the last snapshot, and the exception that
+    has left the `with` statement.
+    """
+    run, error = training(state, every=every, agent=agent), None
+    try:
+        with run:
+            for step in run.steps(10):
+                body(run, step)
+    except (SystemExit, RuntimeError) as found:
+        error = found
+    assert run.pending is not None
+    return run.pending.step, error
+
+
+@pytest.mark.parametrize("first", ["this process", "a worker"])
+def test_a_worker_that_sigterm_has_ended_does_not_end_the_step(
+    agent: Agent, daemon: Daemon, caplog: pytest.LogCaptureFixture, first: str
+) -> None:
+    def body(run: Training, step: int) -> None:
+        if step == 3 and first == "this process":
+            signal.raise_signal(signal.SIGTERM)
+        elif step == 3:
+            threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGTERM)).start()
+        if step == 3:
+            dies()
+
+    with worker_dies(DEAD) as dies:
+        last, error = trained(agent, state_of(0.0), 100, body)
+    assert isinstance(error, SystemExit)
+    assert (error.code, last) == (143, 3)
+    assert caplog.messages[-1] == "SIGTERM: step 3 is saved, and is the last one of this process"
+    with Checkpoint.open(daemon.home.root / "job") as found:
+        assert found.step == 3
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"), [(DEAD, 0.01), (DEAD.replace("Terminated", "Killed"), 60.0)]
+)
+def test_a_worker_that_dies_of_anything_else_ends_the_loop(
+    agent: Agent, monkeypatch: pytest.MonkeyPatch, text: str, seconds: float
+) -> None:
+    monkeypatch.setattr(training_run, "_SIGTERM_SECONDS", seconds)
+    with worker_dies(text) as dies:
+        last, error = trained(agent, state_of(0.0), 2, lambda run, step: step == 3 and dies())
+    assert last == 2
+    assert str(error) == text
+
+
+def body_without_workers(run: Training, step: int) -> None:
+    """Ask the loader for a batch after SIGTERM, as on several ranks, which end after the
+    step that follows.
+    """
+    if step == 4:
+        run._terminated = True
+        raise RuntimeError(GONE)
+
+
+def test_a_loader_without_workers_after_sigterm_has_the_step_before_saved(
+    agent: Agent, daemon: Daemon, caplog: pytest.LogCaptureFixture
+) -> None:
+    _, error = trained(agent, state_of(0.0), 100, body_without_workers)
+    assert isinstance(error, SystemExit)
+    assert error.code == 143
+    assert caplog.messages[-1] == "SIGTERM: step 3 is saved, and is the last one of this process"
+    with Checkpoint.open(daemon.home.root / "job") as found:
+        assert found.step == 3
+
+
+def test_the_state_within_a_step_is_not_saved_after_sigterm(agent: Agent) -> None:
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters())
+
+    def body(run: Training, step: int) -> None:
+        optimizer.step()
+        body_without_workers(run, step)
+
+    last, error = trained(agent, {"model": model}, 100, body)
+    assert (last, str(error)) == (0, GONE)
+
+
+def test_the_last_line_says_that_the_last_step_is_not_saved(
+    agent: Agent, caplog: pytest.LogCaptureFixture
+) -> None:
+    def body(run: Training, step: int) -> None:
+        if step == 3:
+            state["w"] = object()
+            signal.raise_signal(signal.SIGTERM)
+
+    state: dict[str, Any] = state_of(0.0)
+    last, error = trained(agent, state, 2, body)
+    assert isinstance(error, SystemExit)
+    assert (error.code, last) == (143, 3)
+    assert re.fullmatch(
+        r"SIGTERM: step 3, the last one of this process, is not saved: .*; step 2 is the newest "
+        r"that is",
+        caplog.messages[-1],
+        re.DOTALL,
+    )
 
 
 # -- several ranks
