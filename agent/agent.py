@@ -23,6 +23,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, SupportsIndex
 
@@ -68,6 +69,7 @@ from ckptd.agent.state.capture import (
     values_document,
 )
 from ckptd.agent.state.naming import modules_of
+from ckptd.agent.state.settings import settings_of
 from ckptd.agent.step_times import StepTimes
 from ckptd.agent.threads.call_lock import Nested
 from ckptd.agent.threads.interruptible import interruptible
@@ -581,6 +583,9 @@ class Agent:
             if self.world_size == 1:
                 link.ready()
             link.client.wait_connected(link.stall_budget)
+            if self._kept_plan.settings is None and link.last_step < 0:
+                # Later calls see settings that the training or a checkpoint has changed.
+                options = replace(options, settings=settings_of(state))
             recovery = Recovery(
                 link.client,
                 link.ranks,
@@ -593,6 +598,8 @@ class Agent:
             recovered = recovery.run(
                 state, step=step, last_step=_UNKNOWN if link.interrupted else link.last_step
             )
+            if options.settings is not None:
+                self._kept_plan.settings = options.settings
             if recovered is None and link.unnamed and link.job != DEFAULT:
                 check_not_default(link.root, link.job)
             if self.rank == 0 and recovery.restart is not None:

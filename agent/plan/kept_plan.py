@@ -84,6 +84,10 @@ class KeptPlan:
         # while the kept layout must not be used.
         self._wanted = 1
         self._has = 0  # the version of the kept plan; 0 before the first
+        self.settings: str | None = None
+        """The settings with which the script has made its optimizers and schedules, as
+        `settings_of` gives them. None until a recovery has noted them.
+        """
         self.shared: Shared | None = None
         """The tensors that this rank shares with others, or None if the job has one rank.
         Each new plan replaces this object.
@@ -122,10 +126,9 @@ class KeptPlan:
             )
         return layout
 
-    @staticmethod
-    def _lay_out_alone(captured: Captured, state: Any) -> Layout:
+    def _lay_out_alone(self, captured: Captured, state: Any) -> Layout:
         learned = learned_names(state, captured.tensors)
-        local = plan_locally(captured.tensors, learned=learned)
+        local = plan_locally(captured.tensors, learned=learned, settings=self.settings or "")
         return share_out([Offer(local.rows)])[0].lay_out(local)
 
     def reuse(self, captured: Captured) -> PlanInUse | None:
@@ -215,6 +218,7 @@ class KeptPlan:
             captured.tensors,
             buffers=buffers,
             learned=learned_names(state, captured.tensors),
+            settings=self.settings or "",
             world_size=self._ranks.world_size,
         )
         return Description.of(local, savable(captured.tensors), digests, self._ranks.rank, buffers)

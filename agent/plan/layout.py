@@ -162,11 +162,13 @@ class Local:
     """All items that this rank could write, and the aliases in them.
 
     learned: the fqns of parameters and of optimizer state, or None if they are not known.
+    settings: those of the optimizers and schedules, as `settings_of` gives them.
     """
 
     rows: list[Row]
     aliases: list[Alias] = field(default_factory=list)
     learned: frozenset[str] | None = None
+    settings: str = ""
 
 
 def plan_locally(
@@ -174,6 +176,7 @@ def plan_locally(
     *,
     buffers: Iterable[str] = (),
     learned: frozenset[str] | None = None,
+    settings: str = "",
     world_size: int = 1,
 ) -> Local:
     """Return DCP's local plan as rows, and the aliases.
@@ -214,7 +217,7 @@ def plan_locally(
         Row(name, "uint8", (length,), (0,), (length,), None, device, False)
         for name, length, device in hidden
     ]
-    return Local(rows, aliases, learned)
+    return Local(rows, aliases, learned, settings)
 
 
 def savable(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -400,6 +403,7 @@ def lay_out(
         global_plan=global_plan,
         meshes=meshes,
         learned=local.learned,
+        settings=local.settings,
     )
 
 
@@ -411,8 +415,10 @@ def layout_of(
     global_plan: bytes,
     meshes: Sequence[Mesh] = (),
     learned: frozenset[str] | None = None,
+    settings: str = "",
 ) -> Layout:
-    """Return the layout of these rows and aliases. `learned` is as in `Local`.
+    """Return the layout of these rows and aliases. `learned` and `settings` are as in
+    `Local`.
 
     Raises UnsavableValue if there are more than MAX_ITEMS of either, or if the plan
     document is larger than readers accept.
@@ -424,7 +430,7 @@ def layout_of(
         aliases=aliases,
         metadata=metadata,
         global_plan=global_plan,
-        writer=_writer(),
+        writer=_writer() | ({"settings": settings} if settings else {}),
         meshes=list(meshes) or msgspec.UNSET,
         learned=_learned_runs(items, aliases, learned),
     )

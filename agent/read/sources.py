@@ -36,6 +36,7 @@ from ckptd.shared.errors import (
 )
 from ckptd.shared.formats.manifest import Manifest, PartEntry
 from ckptd.shared.formats.part import ChunkSource
+from ckptd.shared.formats.plan import Writer
 from ckptd.shared.formats.scatter import scatter, verify
 from ckptd.shared.formats.segment import SegmentHeader
 from ckptd.shared.storage.metadata import open_metadata
@@ -76,6 +77,11 @@ class Opened:
     @property
     def attempt(self) -> int:
         return self._header.attempt if self.manifest is None else self.manifest.attempt
+
+    @property
+    def writer(self) -> Writer:
+        """What is known of the run that saved this, by name."""
+        return self.sources[0].plan.writer if self.manifest is None else self.manifest.writer
 
     @property
     def _header(self) -> SegmentHeader:

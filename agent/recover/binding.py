@@ -34,6 +34,7 @@ from ckptd.agent.state.merge import Foreign, OfRanks
 from ckptd.agent.state.naming import Names, is_stateful
 from ckptd.agent.state.optimizers import without_wrappers
 from ckptd.agent.state.records import as_dict, kind_of
+from ckptd.agent.state.settings import MOST_NUMBERS, PLAIN_SETTINGS, PROGRESS, is_schedule
 from ckptd.agent.state.tree import (
     RECORDS,
     ObjectNode,
@@ -116,16 +117,26 @@ class Binding:
             undo()
         self._leaves.undo.clear()
 
-    def remarks(self) -> Iterator[tuple[int, str]]:
+    def remarks(self, *, same_script: bool = True) -> Iterator[tuple[int, str]]:
         """Yield a level of the log and a sentence for each thing that the caller should
         know about what is brought back.
+
+        same_script: False if the script has made its optimizers and schedules with
+        other settings than the script that saved them.
         """
         leaves = self._leaves
-        if leaves.changed:
+        if not same_script and leaves.overridden:
+            yield (
+                logging.WARNING,
+                f"settings of the script are replaced by those of the checkpoint: "
+                f"{', '.join(leaves.overridden)}; to keep one as the script has set it, pass its "
+                f"key in keep=[...] to recover() or training()",
+            )
+        if values := leaves.changed + (leaves.overridden if same_script else []):
             yield (
                 logging.INFO,
-                f"restored from the checkpoint: {', '.join(leaves.changed)}; recover(keep=...) "
-                f"keeps the caller's",
+                f"restored from the checkpoint: {', '.join(values)}; recover(keep=...) keeps the "
+                f"caller's",
             )
         for (theirs, ours), count in leaves.narrowed().items():
             names = f"{str(theirs).removeprefix('torch.')} to {str(ours).removeprefix('torch.')}"
@@ -378,7 +389,11 @@ class Binding:
                 keep=path,
             )
         tree, kept = self._without_kept(tree, template, path)
-        leaves.changed += _changed_values(template, tree, path)
+        values = _changed_values(template, tree, path)
+        if is_schedule(place):
+            leaves.overridden += values
+        else:
+            leaves.changed += values
         fresh = leaves.alike(tree, tensors_in(template, path), path)
 
         def put(resolve: Resolve) -> Any:
@@ -444,23 +459,6 @@ def _update(place: dict[Any, Any], made: dict[Any, Any]) -> None:
         take_versions(place, made, made)
 
 
-_PROGRESS = frozenset(
-    {
-        "last_epoch",
-        "_step_count",
-        "_last_lr",
-        "_get_lr_called_within_step",
-        "_is_initial",
-        "num_bad_epochs",
-        "best",
-    }
-)
-"""The values that a scheduler counts up as it runs.
-
-They change with every recovery, so they are not logged.
-"""
-
-
 def _other_groups(saved: Any, groups: int) -> int:
     """Return the number of learning rates of a saved scheduler if its optimizer has
     other groups.
@@ -500,16 +498,19 @@ def _changed_values(own: Any, saved: Any, path: str) -> list[str]:
         return []
     found = []
     for name, value in saved.items():
-        if name not in own or name in _PROGRESS:
+        if name not in own or name in PROGRESS:
             continue
-        if type(value) in _SETTINGS and type(own[name]) in _SETTINGS and value != own[name]:
+        if _is_setting(value) and _is_setting(own[name]) and value != own[name]:
             found.append(f"{path}.{name} {value!r} (was {own[name]!r})")
         elif isinstance(value, list):
             found += _changed_values(own[name], value, f"{path}.{name}")
     return found
 
 
-_SETTINGS = (bool, int, float, str)
+def _is_setting(value: Any) -> bool:
+    if type(value) is list:  # such as the learning rate of each group
+        return 0 < len(value) <= MOST_NUMBERS and is_flat(value)
+    return type(value) in PLAIN_SETTINGS
 
 
 def _is_compared(item: Any) -> bool:

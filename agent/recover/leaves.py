@@ -24,10 +24,12 @@ from ckptd.agent.recover.conversions import (
     unequal,
 )
 from ckptd.agent.recover.differences import Differences
+from ckptd.agent.recover.optimizer_check import changed_settings
 from ckptd.agent.recover.options import Options
 from ckptd.agent.state.merge import Foreign, OfRanks, has_own, own_part
 from ckptd.agent.state.optimizers import class_of
 from ckptd.agent.state.records import as_dict
+from ckptd.agent.state.settings import progress_of
 from ckptd.agent.state.tensor_check import is_expanded, is_fake, is_uninitialized
 from ckptd.agent.state.tree import (
     RECORDS,
@@ -63,10 +65,11 @@ class Leaves:
     make, by name. fresh_dtypes: the new dtypes of the tensors to make that are
     converted. matched: the number of saved values that have a place in the state.
     differences: all differences. kept: the patterns in `options.keep` that match a key.
-    changed: a phrase for each setting of an optimizer that gets another value. left:
-    with `strict` off, the keys of the state that the checkpoint does not have. unsaved:
-    the keys of values that the checkpoint leaves out. as_dicts: the keys under which
-    records come back as dicts of their fields.
+    changed: a phrase for each plain value of an object that gets another value.
+    overridden: a phrase for each such value with which the script has set up an
+    optimizer or a schedule. left: with `strict` off, the keys of the state that the
+    checkpoint does not have. unsaved: the keys of values that the checkpoint leaves
+    out. as_dicts: the keys under which records come back as dicts of their fields.
 
     undo: the calls that undo the changes that the comparison had to make in the state.
     paths: the keys of the tensors in the state, by name. wholes: for each key that
@@ -89,6 +92,7 @@ class Leaves:
         self.differences = Differences(options=options)
         self.kept: set[str] = set()
         self.changed: list[str] = []
+        self.overridden: list[str] = []
         self.left: list[str] = []
         self.unsaved: list[str] = []
         self.as_dicts: list[str] = []
@@ -133,6 +137,14 @@ class Leaves:
         matching = {pattern for pattern in self.options.keep if fnmatchcase(path, pattern)}
         self.kept |= matching
         return bool(matching)
+
+    def note_settings(self, own: Mapping[str, Any], saved: Mapping[str, Any], path: str) -> None:
+        """Note the settings of a parameter group that the recovery changes."""
+        progress = progress_of(own)
+        self.changed += changed_settings(own, {n: saved[n] for n in saved if n in progress}, path)
+        self.overridden += changed_settings(
+            own, {n: saved[n] for n in saved if n not in progress}, path
+        )
 
     def other_kind(self, path: str, saved: Any, expected: str) -> Value:
         """Record that the checkpoint has a value of another kind than the state."""

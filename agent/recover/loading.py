@@ -299,11 +299,23 @@ class Loading:
             return tensor if tensor.device.type == device.type == "cpu" else tensor.to(device)
 
         binding.finish(resolve)
-        for level, remark in binding.remarks():
+        for level, remark in binding.remarks(same_script=self._same_script()):
             log.log(level, "%s", remark)
         if self.rng is not None:
             set_rng_state(self.rng)
         return {}
+
+    def _same_script(self) -> bool:
+        """Return False if rank 0 must tell which settings of the script the checkpoint
+        replaces.
+
+        What differs otherwise has changed while the script trained.
+        """
+        assert self.opened is not None
+        mine = self._options.settings
+        if mine is None or self._ranks.rank != 0:
+            return True
+        return self.opened.writer.get("settings") == mine
 
     @property
     def left(self) -> list[str]:

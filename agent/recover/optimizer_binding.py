@@ -13,7 +13,6 @@ from torch.distributed.tensor import DTensor
 
 from ckptd.agent.recover.leaves import KEEP, Leaves, Resolve, Value, load_into, loader_of, unchanged
 from ckptd.agent.recover.optimizer_check import (
-    changed_settings,
     class_difference,
     group_differences,
     not_taken,
@@ -381,7 +380,7 @@ class Optimizers:
             for number, (group, found) in enumerate(
                 zip(place.param_groups, self._without_kept(theirs, path), strict=True)
             ):
-                leaves.changed += changed_settings(group, found, f"{path}.param_groups.{number}")
+                leaves.note_settings(group, found, f"{path}.param_groups.{number}")
             groups_of = leaves.make(tree["param_groups"], f"{path}.param_groups")
 
             def put_without_state(resolve: Resolve) -> Any:
@@ -412,7 +411,7 @@ class Optimizers:
             leaves.differ(*settings_differences(groups, settings, path), keep=path)
         restored = self._without_kept(settings, path)
         for number, (group, found) in enumerate(zip(groups, restored, strict=True)):
-            leaves.changed += changed_settings(group, found, f"{path}.param_groups.{number}")
+            leaves.note_settings(group, found, f"{path}.param_groups.{number}")
         state = self._bind(own["state"], of_parameters, f"{path}.state")
 
         def put(resolve: Resolve) -> Any:
@@ -567,7 +566,7 @@ class Optimizers:
             for name, value in saved.items()
             if name != "params" and not leaves.is_kept(f"{path}.{name}")
         }
-        leaves.changed += changed_settings(own, saved, path)
+        leaves.note_settings(own, saved, path)
         for name, value in saved.items():
             place = own.get(name)
             # A saved group may have been divided.

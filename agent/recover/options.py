@@ -23,6 +23,8 @@ class Options:
     of ranks has saved. same_partition: the ranks and their shards are those that saved,
     so that each rank reads only its own. step: the step to recover, or None for the
     newest. tag: the tag to recover, such as "best" or "step-00000100", or None for any.
+    settings: the settings with which the script has made its optimizers and schedules,
+    as `settings_of` gives them, or None if this process has recovered before.
     """
 
     strict: bool = True
@@ -31,6 +33,7 @@ class Options:
     same_partition: bool = False
     step: int | None = None
     tag: str | None = None
+    settings: str | None = None
 
     def call(self, **changes: Any) -> str:
         """Return the text of the call of `recover` with these options, which the caller

@@ -565,11 +565,7 @@ def _details(recovered: Recovered) -> str:
 
 
 def _origin(opened: Opened) -> str:
-    who = (
-        opened.manifest.origin
-        if opened.manifest is not None
-        else origin(opened.sources[0].plan.writer)
-    )
+    who = origin(opened.writer)
     when = (
         ""
         if math.isnan(opened.created)

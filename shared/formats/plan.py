@@ -79,9 +79,9 @@ Writer = Annotated[
 ]
 """The versions of the programs that wrote a document, by the name of the program, and
 who ran them: `script`, `path`, `host` and `user`; and about the run: `commit`, `command`,
-`wandb` and `mlflow`.
+`settings`, `wandb` and `mlflow`.
 """
-RUN_FACTS = ("commit", "command", "wandb", "mlflow")
+RUN_FACTS = ("commit", "command", "settings", "wandb", "mlflow")
 """The names of what a `Writer` tells about its run."""
 MAX_TEXT = 16384  # characters in the name of an item or alias
 Text = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_TEXT)]

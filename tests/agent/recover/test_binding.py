@@ -498,6 +498,38 @@ def test_values_inside_of_a_chain_of_schedulers_are_named_and_may_be_kept() -> N
     assert (state["sched"]._schedulers[1].T_max, state["sched"].last_epoch) == (20, 1)
 
 
+def test_settings_of_another_script_are_a_warning_and_progress_is_none() -> None:
+    def training(rate: float, steps: int) -> dict[str, Any]:
+        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=rate)
+        cosine = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=steps)
+        return {"optim": optimizer, "sched": cosine, "data": Loader(position=steps)}
+
+    def told(saved: Any, state: Any) -> list[tuple[int, str]]:
+        return list(Checkpoint(saved).bind(state).remarks(same_script=False))
+
+    saved = training(0.5, 10)
+    taken(saved["sched"])
+    assert told(saved, training(0.25, 20)) == [
+        (
+            logging.WARNING,
+            "settings of the script are replaced by those of the checkpoint: "
+            "optim.param_groups.0.initial_lr 0.5 (was 0.25), sched.T_max 10 (was 20), "
+            "sched.base_lrs [0.5] (was [0.25]); to keep one as the script has set it, pass its key "
+            "in keep=[...] to recover() or training()",
+        ),
+        (
+            logging.INFO,
+            f"restored from the checkpoint: optim.param_groups.0.lr "
+            f"{saved['optim'].param_groups[0]['lr']!r} (was 0.25), data.position 10 (was 20); "
+            f"recover(keep=...) keeps the caller's",
+        ),
+    ]
+    kept = training(0.25, 10)
+    Checkpoint(saved).recover(kept, keep=["optim.param_groups.0.initial_lr", "sched.base_lrs"])
+    assert (kept["optim"].param_groups[0]["initial_lr"], kept["sched"].base_lrs) == (0.25, [0.25])
+    assert [level for level, _ in told(saved, training(0.5, 10))] == [logging.INFO]
+
+
 def scaler(*, enabled: bool) -> torch.amp.GradScaler:
     return torch.amp.GradScaler("cpu", enabled=enabled, init_scale=8.0)
 

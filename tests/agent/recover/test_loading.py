@@ -378,3 +378,28 @@ def test_a_grown_vocabulary_goes_on_from_a_checkpoint(daemon: Daemon) -> None:
         )
         agent.recover({"optim": alone["optim"]}, **exit_of(error))
         step(alone)
+
+
+def test_settings_that_the_checkpoint_overrides_are_told_once(
+    daemon: Daemon, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Three runs: the second has another rate, and the third is the second again."""
+
+    def run(rate: float, step: int) -> list[str]:
+        caplog.clear()
+        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=rate)
+        agent = Agent("gpt", socket=daemon.home.socket)
+        agent.recover({"optim": optimizer})
+        optimizer.param_groups[0]["lr"] *= 0.5  # a schedule that is written by hand
+        agent.snapshot({"optim": optimizer}, step=step).wait("durable", timeout=60)
+        agent.recover({"optim": optimizer})
+        agent.close()
+        return [one.getMessage() for one in caplog.records if one.module == "loading"]
+
+    caplog.set_level("WARNING", "ckptd.agent")
+    assert run(0.5, 1) == run(0.5, 2) == []
+    (told,) = run(0.75, 3)
+    assert "optim.param_groups.0.lr 0.125 (was 0.75)" in told
+    assert run(0.75, 4) == []
+    caplog.set_level("INFO", "ckptd.agent")
+    assert "restored from the checkpoint" in run(0.75, 5)[0]

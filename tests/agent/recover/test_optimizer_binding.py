@@ -507,12 +507,12 @@ def test_a_scheduler_of_another_class_is_refused() -> None:
 def test_restored_settings_are_named_and_kept_ones_stay() -> None:
     saved, place = of_kind(torch.optim.SGD, weight_decay=0.5), of_kind(torch.optim.SGD)
     place["optim"].param_groups[0]["lr"] = 7.0
-    assert Checkpoint(saved).bind(place)._leaves.changed == [
+    assert Checkpoint(saved).bind(place)._leaves.overridden == [
         "optim.param_groups.0.lr 0.1 (was 7.0)",
         "optim.param_groups.0.weight_decay 0.5 (was 0)",
     ]
     binding = Checkpoint(saved).bind(place, keep=["optim.*.lr", "nothing"])
-    assert binding._leaves.changed == ["optim.param_groups.0.weight_decay 0.5 (was 0)"]
+    assert binding._leaves.overridden == ["optim.param_groups.0.weight_decay 0.5 (was 0)"]
     assert binding.kept == {"optim.*.lr"}
     Checkpoint(saved).recover(place, keep=["optim.*.lr"])
     assert (

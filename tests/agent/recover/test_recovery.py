@@ -182,14 +182,13 @@ class FakeLoading:
 
     @property
     def opened(self) -> Any:
-        plan = SimpleNamespace(writer={})
         return SimpleNamespace(
             metrics={},
             user_content=None,
             created=math.nan,
             manifest=None,
             nbytes=500,
-            sources=[SimpleNamespace(plan=plan)],
+            writer={},
         )
 
     rng = None
