@@ -109,7 +109,7 @@ class Agent:
 
     job: name of the training run. Default: CKPTD_JOB. With a private daemon an unnamed
         job is named after the main script: "train" for train.py, and "default" in an
-        interactive session.
+        interactive session. A launcher, such as submitit, gives no name.
     socket: path of the daemon's Unix socket. Default: CKPTD_SOCKET, then
         /run/ckptd/USER.sock, then $XDG_RUNTIME_DIR/ckptd.sock. If no daemon is found
         there, a private daemon is started.

@@ -25,7 +25,7 @@ from ckptd.agent.link.board import Board
 from ckptd.agent.link.client import CALL_SECONDS, Client
 from ckptd.agent.link.launch import find_place
 from ckptd.agent.link.rounds import WARN_SECONDS, Exchange, RankGroup, Told, not_called
-from ckptd.agent.link.script import look_for_other_script
+from ckptd.agent.link.script import check_same_run, look_for_other_script
 from ckptd.agent.peers.replicator import Replicator
 from ckptd.agent.pending import NOT_COPIED, NOT_SET, PendingSnapshot
 from ckptd.agent.threads.call_lock import CallLock
@@ -172,6 +172,8 @@ class RankLink:
         """
         try:
             self.job = job_name(job, private=self.client.welcome.private)
+            if self.unnamed and self.rank == 0 and not self.attempt:
+                check_same_run(self.root, self.job)
         except CkptdError as error:
             begin(self.ranks, error)
             raise

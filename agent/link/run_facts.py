@@ -23,6 +23,8 @@ _CREDENTIALS = re.compile(r"(?<=://)[^/@\s]+(?=@)")
 # Keys are long, and mix letters and digits; names of files, models and dates have marks.
 _KEY_LIKE = re.compile(r"(?=[^=]*\d)(?=[^=]*[A-Za-z])[A-Za-z0-9_+-]{20,}={0,2}")
 _HASH = re.compile(r"[0-9a-f]{40}(?:[0-9a-f]{24})?")
+_OPTION = re.compile(r"-(?!-?$)(?![A-Za-z]*[cm]$).*|-[WX].+")
+"""An option of the interpreter, other than -c and -m."""
 _MOST = 1024
 """Characters of a fact, as in the documents of a checkpoint."""
 
@@ -34,7 +36,7 @@ def run_facts(script: str) -> dict[str, str]:
     """
     facts = {
         "commit": commit_of(Path(script)) if script else "",
-        "command": command_of(getattr(sys, "orig_argv", sys.argv)),
+        "command": own_command(),
         "wandb": _wandb_run(),
         "mlflow": _mlflow_run(),
     }
@@ -73,6 +75,40 @@ def _commit_in(git: Path) -> str:
         if packed == name and _HASH.fullmatch(found):
             return found
     return ""
+
+
+def own_command() -> str:
+    """Return the command line of this run, as `command_of` writes it.
+
+    A child of multiprocessing has the command line of its parent, because its own has
+    numbers that are others at each start.
+    """
+    words = sys.orig_argv
+    if any(word.startswith("from multiprocessing.") for word in words):
+        words = [sys.executable, *sys.argv]
+    return _stored(command_of(words))
+
+
+def arguments_in(command: str) -> list[str]:
+    """Return the words after the script or the module in a command line of Python. Of
+    `python -c` these are the program and its words.
+
+    The interpreter, its options and the way to the script may differ between two starts
+    of one run.
+    """
+    try:
+        words = shlex.split(command)
+    except ValueError:  # it was cut inside quotes
+        words = command.split()
+    position = 1
+    while position < len(words):
+        word = words[position]
+        if _OPTION.fullmatch(word):
+            position += 2 if word in ("-W", "-X", "--check-hash-based-pycs") else 1
+            continue
+        # `-m MODULE`, possibly behind other flags as in `-um`, or `-c PROGRAM`
+        return words[position + (2 if word.startswith("-") and word.endswith("m") else 1) :]
+    return []
 
 
 def command_of(words: Sequence[str]) -> str:

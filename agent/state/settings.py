@@ -69,9 +69,13 @@ def settings_of(state: Any) -> str:
     setting that is False or None is left out. A text that is too long for a `Writer`
     is cut, and ends with a digest of the whole.
     """
+    try:
+        objects = list(find(state, "", _Stepping))
+    except RecursionError:  # a container holds itself, which `capture` refuses by its key
+        return ""
     text = "; ".join(
         f"{key or 'the state'}: {', '.join(found)}"
-        for key, value in find(state, "", _Stepping)
+        for key, value in objects
         if (found := list(_settings(value)))
     ).encode(errors="backslashreplace")
     if len(text) > _MOST:

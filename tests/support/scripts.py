@@ -204,6 +204,7 @@ def _python(
     if threads := environment.get("OMP_NUM_THREADS"):  # which was read before the fork
         torch.set_num_threads(int(threads))
     os.chdir(directory)
+    sys.orig_argv = [sys.executable, *command]
     code = 0
     try:
         _interpret(command)

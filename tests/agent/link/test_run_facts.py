@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from ckptd.agent.link.run_facts import command_of, commit_of, run_facts
+from ckptd.agent.link.run_facts import arguments_in, command_of, commit_of, own_command, run_facts
 from tests.support.cases import each_case
 
 pytestmark = pytest.mark.skipif(shutil.which("git") is None, reason="needs git")
@@ -74,6 +74,36 @@ def test_a_repository_that_cannot_be_read_has_no_commit(tmp_path: Path, content:
 )
 def test_a_command_is_told_without_its_secrets(words: list[str], told: str) -> None:
     assert command_of(words) == told
+
+
+@each_case(
+    ("command", "arguments"),
+    [
+        ("python", []),
+        ("python -", []),
+        ("python train.py --lr 1", ["--lr", "1"]),
+        ("/x/python3 -u -W ignore -X dev train.py -m 'a b'", ["-m", "a b"]),
+        ("python -Werror::m -um corp.train a b", ["a", "b"]),
+        ("python -m corp.train a", ["a"]),
+        ("python -I --check-hash-based-pycs never -c 'import x' y", ["import x", "y"]),
+        ("python /venv/bin/litgpt finetune --key=***", ["finetune", "--key=***"]),
+        ("python train.py 'a b", ["'a", "b"]),
+    ],
+)
+def test_arguments_do_not_depend_on_the_interpreter(command: str, arguments: list[str]) -> None:
+    assert arguments_in(command) == arguments
+
+
+def test_a_child_of_multiprocessing_has_the_command_line_of_its_parent(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sys, "executable", "python")
+    monkeypatch.setattr(sys, "argv", ["train.py", "--lr", "1"])
+    code = "from multiprocessing.spawn import spawn_main; spawn_main(tracker_fd=5)"
+    monkeypatch.setattr(sys, "orig_argv", ["python", "-c", code, "--multiprocessing-fork"])
+    assert own_command() == "python train.py --lr 1"
+    monkeypatch.setattr(sys, "orig_argv", ["python", "-u", "train.py"])
+    assert own_command() == "python -u train.py"
 
 
 @pytest.mark.usefixtures("processes")

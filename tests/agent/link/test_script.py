@@ -6,19 +6,24 @@ import logging
 import os
 import subprocess
 import sys
+from contextlib import nullcontext
 from importlib.machinery import ModuleSpec
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 
 from ckptd.agent.link.script import (
+    check_same_run,
+    is_outside,
     look_for_other_script,
     script,
     script_job,
     script_path,
     storable,
 )
+from ckptd.shared.errors import InvalidRequest
+from ckptd.shared.storage.repository import Repository
 from tests.support.cases import each_case
 from tests.support.commands import ckptd
 from tests.support.daemons import Home
@@ -121,25 +126,120 @@ def test_scripts_of_one_name_that_meet_in_one_job_are_told(place: Home, tmp_path
         (tmp_path / name).mkdir()
         (tmp_path / name / "train.py").write_text(TRAIN)
 
-    def told(name: str, job: str = "") -> list[str]:
+    def told(name: str, *arguments: str, job: str = "") -> list[str]:
         named = {**environment, "CKPTD_JOB": job} if job else environment
-        done = python(tmp_path / name / "train.py", environment=named)
+        script = tmp_path / name / "train.py"
+        done = python(script, *arguments, environment=named, directory=tmp_path)
         assert done.returncode == 0, done.stderr
-        return [line for line in done.stderr.splitlines() if "another one" in line]
+        return [line for line in done.stderr.splitlines() if "newest checkpoint" in line]
+
+    def line(difference: str) -> list[str]:
+        return [
+            f"LOG job 'train' has its name from the main script, and its newest checkpoint was "
+            f"saved {difference}. If the two do not train the same thing, set CKPTD_JOB or job= to "
+            f"another name for one of them"
+        ]
 
     assert told("a") == told("a") == []
-    (line,) = told("b")
     paths = [str(Path(os.path.realpath(tmp_path)) / name / "train.py") for name in ("a", "b")]
-    assert line == (
-        f"LOG job 'train' has its name from the main script, and its newest checkpoint was saved "
-        f"by another one: {paths[0]}, while this is {paths[1]}. If the two do not train the same "
-        f"thing, set CKPTD_JOB to another name for one of them"
-    )
+    assert told("b") == line(f"by another one: {paths[0]}, while this is {paths[1]}")
     assert told("b") == [], "its own checkpoint is the newest now"
-    assert told("a", job="train") == [], "the job was named"
-    assert len(told("b")) == 1
+    command = f"{sys.executable} {tmp_path}/b/train.py"
+    assert told("b", "--lr", "1") == line(
+        f"with other arguments: {command}, while this is {command} --lr 1"
+    )
+    assert told("b", "--lr", "1") == [], "a supervisor starts the same command line again"
+    assert told("a", "--lr", "2", job="train") == [], "the job was named"
+    assert told("b") == line(
+        f"by another one and with other arguments: "
+        f"{sys.executable} {tmp_path}/a/train.py --lr 2 ({paths[0]}), "
+        f"while this is {command} ({paths[1]})"
+    )
     shown = ckptd("show", f"{place.root}/train/newest").stdout
     assert f"  script         {paths[1]}\n" in shown
+    # Outside of the working directory, the script may be a program that starts others.
+    done = python(
+        tmp_path / "b" / "train.py", "a", environment=environment, directory=tmp_path / "a"
+    )
+    assert done.returncode == 1
+    assert done.stderr.rstrip().endswith(
+        f"InvalidRequest: the main script lies outside of the working directory, and the newest "
+        f"checkpoint of job 'train', which has its name, was saved with other arguments: "
+        f"{command}, while this is {command} a: set CKPTD_JOB or job= to 'train' to go on from "
+        f"that checkpoint, or to another name to begin a job"
+    )
+
+
+@each_case(
+    ("path", "prefix", "outside"),
+    [
+        ("", "/usr", False),
+        ("{here}/train.py", "/usr", False),
+        ("{here}/a/train.py", "{here}/.venv", False),
+        ("{here}/.venv/bin/litgpt", "{here}/.venv", True),
+        ("{here}-2/train.py", "/usr", True),
+        ("{here}/train.py", "/", False),
+        ("/x/train.py", "/usr", True),
+    ],
+)
+def test_a_script_outside_of_the_working_directory_is_known(
+    path: str, prefix: str, outside: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = os.path.realpath(tmp_path)
+    monkeypatch.chdir(here)
+    monkeypatch.setattr(sys, "prefix", prefix.format(here=here))
+    assert is_outside(path.format(here=here)) is outside
+
+
+@each_case(
+    ("variable", "interactive", "command", "refused"),
+    [
+        ("", False, "python a/train.py --lr 2", True),
+        ("", False, "/x/python -u train.py --lr 1", False),
+        ("none", False, "python a/train.py --lr 2", False),  # torchrun -m corp.train
+        ("", True, "python -m ipykernel_launcher -f 2.json", False),
+        ("", False, "", False),  # an earlier version has saved
+    ],
+)
+def test_a_program_that_starts_others_asks_for_a_name(
+    variable: str,
+    interactive: bool,
+    command: str,
+    refused: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made = forge(tmp_path, (1,), [[((0,), (1,))]])
+    (tmp_path / "gpt" / "newest").write_text(f"{made.name}\n")
+    writer = {"command": command} if command else {}
+    monkeypatch.setattr(Repository, "read_manifest", lambda *_: SimpleNamespace(writer=writer))
+    monkeypatch.setattr(sys, "orig_argv", ["python", "/x/train.py", "--lr", "1"])
+    monkeypatch.setattr("ckptd.agent.link.script.is_interactive", lambda: interactive)
+    monkeypatch.setattr("ckptd.agent.link.script.script_path", lambda: "/x/train.py")
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    if variable:
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", variable)
+    with pytest.raises(InvalidRequest) if refused else nullcontext():
+        check_same_run(str(tmp_path), "gpt")
+    check_same_run(str(tmp_path), "other")
+
+
+@each_case(
+    ("file", "module"),
+    [
+        ("/x/ray/default_worker.py", None),
+        ("/x/submitit/core/_submit.py", "submitit.core._submit"),
+        ("/venv/bin/celery", None),
+    ],
+)
+def test_a_launcher_gives_a_job_no_name(
+    monkeypatch: pytest.MonkeyPatch, file: str, module: str | None
+) -> None:
+    main = ModuleType("__main__")
+    main.__spec__, main.__file__ = ModuleSpec(module, None) if module else None, file
+    monkeypatch.setitem(sys.modules, "__main__", main)
+    with pytest.raises(InvalidRequest, match=r"it gives this job no name: name it with CKPTD_JOB"):
+        script_job()
 
 
 def test_a_job_that_cannot_be_read_is_not_told_of(

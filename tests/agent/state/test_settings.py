@@ -80,4 +80,7 @@ def test_an_object_that_fails_has_no_settings(monkeypatch: pytest.MonkeyPatch) -
     broken = CosineAnnealingLR(optimizer, 10)
     monkeypatch.setattr(broken, "state_dict", lambda: 1 / 0)
     assert settings_of({"sched": broken}) == ""
+    endless = list[Any]()
+    endless.append(endless)
+    assert settings_of(endless) == ""
     assert settings_of(None) == settings_of({}) == ""
