@@ -89,6 +89,16 @@ def located(place: str | os.PathLike[str] | Url) -> Location:
     return _parse(text, scheme) if scheme else Path(os.path.abspath(text))
 
 
+def is_same(one: Location, other: Location) -> bool:
+    """Return True if two places are the same, for paths also through links and mounts."""
+    if one == other or not (isinstance(one, Path) and isinstance(other, Path)):
+        return one == other
+    try:
+        return os.path.samefile(one, other)
+    except OSError:  # a root that is still to be made
+        return one.resolve() == other.resolve()
+
+
 def is_place(place: str | os.PathLike[str]) -> bool:
     """Return True if `located` takes this text."""
     try:

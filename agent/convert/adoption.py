@@ -29,7 +29,7 @@ from ckptd.shared.errors import (
     JobRunning,
     storage_errors,
 )
-from ckptd.shared.location import Location, Url, located
+from ckptd.shared.location import Location, Url, is_same, located
 from ckptd.shared.names import check_name, check_user_tag, tag_directory
 from ckptd.shared.storage.locate import is_root
 
@@ -157,7 +157,7 @@ def _check_idle(job: str, root: Location) -> None:
 
     The daemon looks for other processes.
     """
-    if any(link.job == job and located(link.root).resolve() == root.resolve() for link in links()):
+    if any(link.job == job and is_same(located(link.root), root) for link in links()):
         raise JobRunning(
             f"this process has an agent of job {job!r}, which would no longer be able to save: "
             f"close it first"

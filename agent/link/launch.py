@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ckptd.shared.errors import Busy, CkptdError, DaemonUnreachable, Forbidden, InvalidRequest
-from ckptd.shared.location import Location, located
+from ckptd.shared.location import Location, is_same, located
 from ckptd.shared.system import machine, owners, settings
 from ckptd.shared.wire.channel import Channel, no_daemon
 
@@ -58,7 +58,7 @@ class Place:
             _warn_of_other_settings(self.root, channel.welcome.settings)
         else:
             channel = Channel(self.socket, CONNECT_SECONDS)
-        if self.root is not None and located(channel.welcome.root) != self.root:
+        if self.root is not None and not is_same(located(channel.welcome.root), self.root):
             channel.close()
             raise InvalidRequest(
                 f"the daemon at {self.socket} uses root {channel.welcome.root}, not {self.root}: "
@@ -162,7 +162,7 @@ def _serves(socket: Path, root: Location | None) -> bool:
         # error.
         return root is None
     channel.close()
-    if root is None or located(channel.welcome.root) == root:
+    if root is None or is_same(located(channel.welcome.root), root):
         return True
     log.warning(
         "the daemon at %s is not used, because it serves %s and not %s",
@@ -208,16 +208,13 @@ def _connect_to_any(root: Location) -> Channel:
     Raises the DaemonUnreachable of the preferred path if none answers, and Forbidden if
     a daemon there belongs to another user.
     """
-    first, *others = machine.private_sockets(root)
-    try:
-        return Channel(first, CONNECT_SECONDS)
-    except DaemonUnreachable as error:
-        reason = error
-    for socket in others:
+    reason: DaemonUnreachable | None = None
+    for socket in machine.private_sockets(root):
         try:
             return Channel(socket, CONNECT_SECONDS)
-        except DaemonUnreachable:
-            continue
+        except DaemonUnreachable as error:
+            reason = reason or error
+    assert reason is not None
     raise reason
 
 

@@ -34,7 +34,7 @@ from ckptd.shared.errors import (
     from_wire,
 )
 from ckptd.shared.formats.manifest import Manifest
-from ckptd.shared.location import Location, located
+from ckptd.shared.location import Location, is_same, located
 from ckptd.shared.retention import Policy
 from ckptd.shared.storage.locate import find_job_or_checkpoint, manifests
 from ckptd.shared.storage.repository import Repository
@@ -286,7 +286,7 @@ def _daemon_of(root: Location, socket: Path | None) -> Channel | None:
             if isinstance(error, Forbidden):
                 log.warning("a daemon's socket is not used: %s", error)
             continue
-        if located(channel.welcome.root).resolve() == root.resolve():
+        if is_same(located(channel.welcome.root), root):
             return channel
         channel.close()
         if socket is not None:

@@ -27,7 +27,7 @@ from ckptd.shared.errors import (
     InvalidConfig,
     from_wire,
 )
-from ckptd.shared.location import Location, located, url_scheme
+from ckptd.shared.location import Location, is_same, located, url_scheme
 from ckptd.shared.storage.locate import is_root
 from ckptd.shared.system import machine
 from ckptd.shared.units import some_text
@@ -173,7 +173,7 @@ def of_root(root: Location) -> Neighbour:
     """
     wanted, found = root.resolve(), find_all()
     for neighbour in found:
-        if neighbour.status is not None and located(neighbour.status["root"]).resolve() == wanted:
+        if neighbour.status is not None and is_same(located(neighbour.status["root"]), wanted):
             return neighbour
     for neighbour in found:
         if neighbour.stopped and neighbour.may_serve(wanted):
@@ -216,7 +216,7 @@ def status_of(root: Location) -> dict[str, Any]:
             status = daemon_status(socket)
         except (Forbidden, DaemonUnreachable):
             continue  # another user's daemon or a dead one
-        if located(status["root"]).resolve() == root.resolve():
+        if is_same(located(status["root"]), root):
             return status
     found = of_root(root).status
     assert found is not None
@@ -373,7 +373,7 @@ class AskedDaemon:
             status = daemon_status(socket)
         except (Forbidden, DaemonUnreachable):
             return None
-        return status if located(status["root"]).resolve() == self._root.resolve() else None
+        return status if is_same(located(status["root"]), self._root) else None
 
 
 def _served(socket: Path | None, command: str) -> str:

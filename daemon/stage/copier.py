@@ -312,7 +312,7 @@ def one_at_a_time(destination: Location) -> Iterator[None]:
     Keep every other `ckptd copy` of this user on this machine out of the same root.
     Raises Busy.
     """
-    lock = LocalLock.take(f"copy-{machine.root_digest(destination.resolve())}")
+    lock = LocalLock.take(f"copy-{machine.root_digest(destination)}")
     if lock is None:
         raise Busy(f"another `ckptd copy` writes to {destination}: wait for it")
     try:

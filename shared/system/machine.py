@@ -12,7 +12,7 @@ import os
 import pwd
 import re
 import socket
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from ckptd.shared.location import Location
@@ -50,7 +50,15 @@ def user() -> str:
 
 
 def root_digest(root: Location) -> str:
-    return hashlib.sha256(os.fsencode(str(root))).hexdigest()[:16]
+    """Return the digest of a root that names what belongs to it on this machine.
+
+    All paths that lead to one directory through links have the same digest.
+    """
+    return _digest(root.resolve())
+
+
+def _digest(place: Location) -> str:
+    return hashlib.sha256(os.fsencode(str(place))).hexdigest()[:16]
 
 
 def segment_directory(root: Location) -> str:
@@ -72,22 +80,37 @@ def private_socket(root: Location) -> Path:
     not too long there. Otherwise it is in a directory of this user in /tmp, which may
     not exist yet.
     """
-    name = f"ckptd-{root_digest(root)}.sock"
+    return _private_socket(root_digest(root))
+
+
+def _private_socket(digest: str) -> Path:
+    name = f"ckptd-{digest}.sock"
     runtime = _runtime_directory()
     if runtime is not None and len(os.fsencode(runtime)) + len(name) < _MOST_OF_A_SOCKET:
         return runtime / name
     return own_directory(plain_directory()) / name
 
 
-def private_sockets(root: Location) -> list[Path]:
-    """Return the paths where a private daemon of `root` may listen, most likely first.
+def private_sockets(root: Location) -> Iterator[Path]:
+    """Yield the paths where a private daemon of `root` may listen, most likely first.
 
-    The first is that of `private_socket`. The others are in /tmp, because the daemon
-    may have been started in another environment, without this $XDG_RUNTIME_DIR.
+    The first is that of `private_socket`, unless a link leads to the root. Others are in
+    /tmp, because the daemon may have been started in another environment, without this
+    $XDG_RUNTIME_DIR. Links are followed last: that asks the file system of the root,
+    which may hang, and the daemon must be found all the same.
     """
-    first = private_socket(root)
-    others = [directory / first.name for directory in own_directories(plain_directory())]
-    return [first, *(path for path in others if path != first)]
+    tried = list[Path]()
+    for digest in map(_digest, _with_links_followed(root)):
+        first = _private_socket(digest)
+        for path in (first, *(place / first.name for place in own_directories(plain_directory()))):
+            if path not in tried:
+                tried.append(path)
+                yield path
+
+
+def _with_links_followed(root: Location) -> Iterator[Location]:
+    yield root
+    yield root.resolve()
 
 
 def private_socket_directories() -> list[Path]:
@@ -198,8 +221,4 @@ def state_directory(state_dir: Path, root: Location) -> Path:
 
     The host is part of its path, because a home directory may be shared by nodes.
     """
-    return (
-        state_dir
-        / host()
-        / root_digest(Path(os.path.realpath(root)) if isinstance(root, Path) else root)
-    )
+    return state_dir / host() / root_digest(root)

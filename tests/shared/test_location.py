@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from ckptd.shared.errors import InvalidConfig
-from ckptd.shared.location import Url, is_place, local, located, url_scheme
+from ckptd.shared.location import Url, is_place, is_same, local, located, url_scheme
 from tests.support.cases import each_case
 
 BUCKET = Url("s3", "bucket")
@@ -47,6 +47,17 @@ def test_any_other_text_is_a_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert located("ckpts/../x") == tmp_path / "x"
     assert located(tmp_path) == tmp_path
     assert local("x", "out") == Path(os.getcwd()) / "x"
+
+
+def test_two_paths_to_one_place_are_the_same(tmp_path: Path) -> None:
+    link = tmp_path / "link"
+    link.symlink_to("real")
+    assert is_same(link / "root", tmp_path / "real" / "root")
+    (tmp_path / "real" / "root").mkdir(parents=True)
+    assert is_same(link / "root", tmp_path / "real" / "root")
+    assert not is_same(link / "root", tmp_path / "real" / "other")
+    assert is_same(BUCKET / "a", BUCKET / "a")
+    assert not is_same(BUCKET, tmp_path)
 
 
 def test_a_url_has_parents_like_a_path() -> None:

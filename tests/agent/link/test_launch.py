@@ -278,6 +278,16 @@ def test_a_private_daemon_is_found_where_another_environment_has_put_it(
     first.close()
 
 
+@pytest.mark.usefixtures("processes")
+def test_a_root_that_a_link_leads_to_has_one_private_daemon(private: Home) -> None:
+    link = private.path / "link"
+    link.symlink_to("root")
+    first = Agent("first", root=private.root)
+    saves(link, "second")
+    assert daemon_status(machine.private_socket(link))["root"] == str(private.root)
+    first.close()
+
+
 @contextmanager
 def stranger(path: Path) -> Iterator[list[bytes]]:
     """Context manager.
@@ -474,6 +484,19 @@ def test_a_daemon_of_another_root_is_refused(bare: Path) -> None:
         channel = Place(daemon.socket, Path("/ckpts"), private=False).connect()
         assert channel.welcome.root == "/ckpts"
         channel.close()
+
+
+def test_a_daemon_of_the_same_root_is_used_through_a_link(
+    bare: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    link = bare.with_name("link")
+    link.symlink_to("root")
+    for makes in (lambda: None, bare.mkdir):  # a root that is still to be made counts, too
+        makes()
+        with fake_daemon(served(bare)) as daemon, monkeypatch.context() as patch:
+            Place(daemon.socket, link, private=False).connect().close()
+            patch.setattr(machine, "default_sockets", lambda: [daemon.socket])
+            assert find_place(None, link) == Place(daemon.socket, None, private=False)
 
 
 # -- private daemons that are faked

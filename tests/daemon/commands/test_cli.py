@@ -68,7 +68,7 @@ def test_status_passes_over_the_socket_of_a_dead_daemon(place: Home) -> None:
     runtime.mkdir(mode=0o700)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_RUNTIME_DIR", str(runtime))
-        private, usual = machine.private_sockets(place.root)[0], machine.default_sockets()[-1]
+        private, usual = machine.private_socket(place.root), machine.default_sockets()[-1]
     for path in (private, usual):
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     with socket.socket(socket.AF_UNIX) as dead:

@@ -45,6 +45,27 @@ def test_root_digest_is_of_the_path() -> None:
     )
 
 
+def test_all_paths_to_a_root_have_one_digest(tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to("real")
+    link, real = tmp_path / "link" / "root", tmp_path / "real" / "root"
+    assert machine.root_digest(link) == machine.root_digest(real)
+    assert machine.private_socket(link) == machine.private_socket(real)
+    assert machine.segment_directory(link) == machine.segment_directory(real)
+
+
+def test_links_are_followed_only_if_no_daemon_is_at_the_path_itself(
+    runtime: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The file system of the root may hang, and the daemon has the newest snapshot."""
+    real, link = runtime.parent / "real", runtime.parent / "link"
+    real.mkdir()
+    link.symlink_to("real")
+    assert list(machine.private_sockets(link))[-1] == machine.private_socket(real)
+    monkeypatch.setattr(Path, "resolve", lambda path: pytest.fail("the file system is asked"))
+    next(machine.private_sockets(real))
+
+
 @pytest.fixture
 def runtime(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Set $XDG_RUNTIME_DIR and the directory that stands for /tmp/ckptd-UID to new
@@ -65,7 +86,7 @@ def test_private_socket_is_in_the_runtime_directory(runtime: Path) -> None:
     name = f"ckptd-{machine.root_digest(root)}.sock"
     assert machine.private_socket(root) == runtime / name
     (runtime.parent / "plain").mkdir(mode=0o700)
-    assert machine.private_sockets(root) == [runtime / name, runtime.parent / "plain" / name]
+    assert list(machine.private_sockets(root)) == [runtime / name, runtime.parent / "plain" / name]
 
 
 def test_private_socket_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
