@@ -188,7 +188,7 @@ class Modules:
         )
 
         def make(resolve: Resolve) -> dict[str, Any]:
-            made = {} if fresh is None else fresh(resolve)
+            made: dict[str, Any] = {} if fresh is None else fresh(resolve)
             return {raw_of.get(name, name): value for name, value in (made | kept).items()}
 
         return make

@@ -352,10 +352,10 @@ def many(kind: str) -> list[str]:
 def kinds(chance: Random) -> Iterator[tuple[str, Callable[[], list[str]]]]:
     """Yield the rounds in a random order. Every kind comes once before any comes again."""
     all_of_them: list[tuple[str, Callable[[], list[str]]]] = [
-        *((f"command that {kind}", lambda kind=kind: command(kind)) for kind in COMMANDS),  # type: ignore[misc]
-        *((f"server that {kind}", lambda kind=kind: webhook(kind)) for kind in ANSWERS),  # type: ignore[misc]
-        *((f"server that {kind}", lambda kind=kind: nobody(kind)) for kind in NOBODY),  # type: ignore[misc]
-        *((f"many events, {kind}", lambda kind=kind: many(kind)) for kind in ("answers", "hangs")),  # type: ignore[misc]
+        *((f"command that {kind}", lambda kind=kind: command(kind)) for kind in COMMANDS),
+        *((f"server that {kind}", lambda kind=kind: webhook(kind)) for kind in ANSWERS),
+        *((f"server that {kind}", lambda kind=kind: nobody(kind)) for kind in NOBODY),
+        *((f"many events, {kind}", lambda kind=kind: many(kind)) for kind in ("answers", "hangs")),
     ]
     while True:
         chance.shuffle(all_of_them)

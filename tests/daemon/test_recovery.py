@@ -158,7 +158,7 @@ async def test_a_checkpoint_that_was_deleted_by_hand_is_known_no_longer(
         write_checkpoint(root.path, step=step)
     await scan_job(root.storage, job, calls)
 
-    async def known() -> list[int | None]:
+    async def known() -> list[int]:
         await drop_deleted(root.storage, [job, idle], calls)
         return sorted(c.step or 0 for c in job.live_checkpoints())
 

@@ -237,6 +237,7 @@ def test_a_report_that_fails_while_the_log_is_closed_does_not_stop_the_next(
     logger.addHandler(handler)
     for job in ("a", "b", "c"):
         SAVE_FAILED.log(logger, "failed", job=job)
+    assert handler.lock is not None
     with handler.lock:
         handler.close()
     logger.removeHandler(handler)
