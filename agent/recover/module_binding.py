@@ -188,8 +188,8 @@ class Modules:
         )
 
         def make(resolve: Resolve) -> dict[str, Any]:
-            made: dict[str, Any] = {} if fresh is None else fresh(resolve)
-            return {raw_of.get(name, name): value for name, value in (made | kept).items()}
+            made: dict[str, Any] = ({} if fresh is None else fresh(resolve)) | kept
+            return {raw_of.get(name, name): value for name, value in made.items()}
 
         return make
 
