@@ -47,6 +47,7 @@ from ckptd.agent.state.tree import (
 from ckptd.agent.state.versions import Versions, take_versions
 from ckptd.shared.errors import UnsavableValue
 from ckptd.shared.formats.bounds import PLAIN_TYPES, is_flat
+from ckptd.shared.units import some_text
 
 _COMPARED = (torch.Tensor, dict, list, tuple, PerRank)
 
@@ -147,19 +148,19 @@ class Binding:
         if leaves.left:
             yield (
                 logging.WARNING,
-                f"not in the checkpoint, and left as they are: {', '.join(grouped(leaves.left))}",
+                f"not in the checkpoint, and left as they are: {some_text(grouped(leaves.left))}",
             )
         if leaves.unsaved:
             yield (
                 logging.WARNING,
                 f"not in the checkpoint, since they could not be saved, and left as they are: "
-                f"{', '.join(leaves.unsaved)}",
+                f"{some_text(grouped(leaves.unsaved))}",
             )
         if leaves.as_dicts:
             yield (
                 logging.WARNING,
                 (
-                    f"objects under {', '.join(grouped(leaves.as_dicts))} came back as dicts of "
+                    f"objects under {some_text(grouped(leaves.as_dicts))} came back as dicts of "
                     f"their fields: the state has no such object "
                     "for the fields"
                 ),

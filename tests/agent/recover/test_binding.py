@@ -699,3 +699,9 @@ def test_the_call_of_a_refusal_leaves_out_nothing_that_the_same_refusal_names(on
         assert state["rest"].tolist() == [1.0, 1.0]
     if one == "many":
         assert [tensor.sum().item() for tensor in place[12:]] == [2.0] * 8
+
+
+def test_a_remark_names_the_first_keys_and_counts_the_others() -> None:
+    state = {f"part{letter}": 1 for letter in "abcdefghijkl"} | {"rest": 1}
+    ((_, said),) = remarks({"rest": 2}, state, strict=False)
+    assert said.endswith(": parta, partb, partc, partd, parte, partf, partg, parth and 4 more")
