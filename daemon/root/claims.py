@@ -26,6 +26,11 @@ from ckptd.shared.system import machine
 
 T = TypeVar("T")
 
+MOST_AHEAD = 1000
+"""The most attempts that may have begun in memory after the newest one that is claimed. A
+client that names a higher one would use up the numbers of its job.
+"""
+
 
 class Attempts:
     """The attempts of one root that are claimed.
@@ -70,9 +75,15 @@ class Attempts:
         """Claim exactly this number, durably, unless it is claimed already.
 
         Return False if the storage knows a newer attempt, or if another daemon is
-        faster. Raises StorageError; the caller may then retry.
+        faster. Raises InvalidRequest if the number is so high that no run can have it, and
+        StorageError; the caller may then retry.
         """
         newest = await self.find_newest(job)
+        if attempt > newest + MOST_AHEAD:
+            raise InvalidRequest(
+                f"attempt {attempt} of job {job!r} cannot be continued, because the newest one in "
+                f"storage is {newest}: start this run again"
+            )
         return newest == attempt or (newest < attempt and await self.claim(job, attempt))
 
     async def check_exclusive(self, job: str) -> None:
@@ -292,12 +303,15 @@ class Claims:
 
         The storage is waited for only as long as for a new attempt. After that, the
         attempt continues in memory, and its saves wait. Raises Fenced if the storage
-        knows a newer attempt.
+        knows a newer attempt, and InvalidRequest if the number is too high.
         """
         if not self.is_lost(job, attempt):
             self._brought.add((job.name, attempt))
             task = self._pending[job.name, attempt] = self._start(job, attempt)
             await asyncio.wait([task], timeout=self._seconds)
+            if task.done() and isinstance(error := task.exception(), InvalidRequest):
+                del self._pending[job.name, attempt]
+                raise error
         if self.is_lost(job, attempt):
             raise Fenced(
                 f"attempt {attempt} of job {job.name!r} has ended, because another run has begun a "

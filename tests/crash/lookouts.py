@@ -23,6 +23,7 @@ ALERTS = {
     "ckptd_room_checkpoints": "CkptdLittleRoom",
     "ckptd_verify_failures_total": "CkptdDamageFound",
     "ckptd_damaged_checkpoints": "CkptdDamagedCheckpoints",
+    "ckptd_refused_processes": "CkptdTrainerRefused",
     "ckptd_event_loop_lag_seconds": "CkptdLoopStuck",
 }
 """The metrics that alert rules look at, and the rule. A rule that waits for an hour is

@@ -18,7 +18,7 @@ import pytest
 
 from ckptd.daemon.job.catalog import Job
 from ckptd.daemon.job.events import Events
-from ckptd.daemon.root.claims import Attempts, Claims
+from ckptd.daemon.root.claims import MOST_AHEAD, Attempts, Claims
 from ckptd.daemon.root.storage_calls import StorageCalls
 from ckptd.shared import names
 from ckptd.shared.errors import Fenced, InvalidRequest, StorageError
@@ -183,6 +183,16 @@ async def test_an_attempt_that_a_live_trainer_brings_is_claimed_unless_it_is_alr
     await made.bring(job, 2)
     await made.claimed(job, 2)
     assert (storage.asked, made.losses, made.is_claimed(job, 2)) == (asked, [], True)
+
+
+async def test_an_attempt_with_a_number_that_no_run_can_have_is_not_claimed() -> None:
+    storage, job = Storage(2), Job("gpt")
+    storage.answers.set()
+    made = Made(storage)
+    with pytest.raises(InvalidRequest, match="the newest one in storage is 2: start this run"):
+        await made.bring(job, 2 + MOST_AHEAD + 1)
+    await made.bring(job, 2 + MOST_AHEAD)
+    assert storage.asked == [2 + MOST_AHEAD]
 
 
 async def test_an_attempt_that_is_brought_after_a_newer_one_has_begun_is_over() -> None:
