@@ -18,7 +18,7 @@ import torch.distributed
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
 from ckptd.agent.state.tree import per_rank
-from ckptd.agent.threads.loader_workers import workers_outlive_sigterm
+from ckptd.agent.threads.loader_workers import sigterm_held, workers_outlive_sigterm
 from ckptd.shared.errors import InvalidRequest
 
 log = logging.getLogger("ckptd.agent")
@@ -189,7 +189,8 @@ class _Stateful(_Loader):
     def batches(self, epoch: int, skip: int, draws: _Draws) -> Iterator[Any]:
         if skip == 0:
             _begin_epoch(self.loader, epoch, draws.seed)
-        return iter(self.loader)
+        with sigterm_held():
+            return iter(self.loader)
 
     def state(self) -> dict[str, Any]:
         held = self.loader.state_dict()
@@ -203,7 +204,7 @@ class _Repeated(_Loader):
     """A loader of an iterable data set: what comes before the position is loaded again."""
 
     def batches(self, epoch: int, skip: int, draws: _Draws) -> Iterator[Any]:
-        with draws:
+        with draws, sigterm_held():
             found = iter(self.loader)
         if skip:
             log.warning(
@@ -242,7 +243,7 @@ class _Ordered(_Loader):
         self._order.skip, self._order.draws = skip, draws
         # Of their own, because a loader with persistent workers draws the seeds of its
         # workers in its first epoch only.
-        with _Draws(f"{draws.seed}/workers"):
+        with _Draws(f"{draws.seed}/workers"), sigterm_held():
             return iter(self.loader)
 
     def state(self) -> dict[str, Any]:

@@ -13,7 +13,8 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch.utils.data import get_worker_info
@@ -61,6 +62,20 @@ def _take_sigterm() -> None:
     """Have a forked child of a worker end at SIGTERM, as any process does."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _TERM)
+
+
+@contextmanager
+def sigterm_held() -> Iterator[None]:
+    """Context manager. Block SIGTERM while the workers of a loader are started.
+
+    They inherit that, and so outlive a SIGTERM that comes before their first call of
+    `outlive_sigterm`. This process gets the signal afterwards.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _TERM)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 class OutlivingInit:

@@ -5,10 +5,12 @@ forks and threads, at any line of any public call.
 daemon and a real trainer. A trace function counts the lines that the main thread runs
 in ckptd. At the n-th line a handler raises an exception, makes a nested call, or forks.
 Timers do the same between any two instructions, in Python and in C, and handlers that
-raise run at each failpoint, too. The exception of a handler, and nothing else, must
-come out of the call. After every try, snapshots must again be sealed and durable within
-a few calls, which needs every slot, and `recover` must return the newest of them, bit
-for bit. A watchdog reports a hang with the stacks of all threads.
+raise run at each failpoint, too. Another process sends SIGTERM to the trainer or to its
+group, with the workers of a data loader, which must go on. The exception of a handler,
+and nothing else, must come out of the call. After every try, snapshots must again be
+sealed and durable within a few calls, which needs every slot, and `recover` must return
+the newest of them, bit for bit. A watchdog reports a hang with the stacks of all
+threads.
 """
 
 from __future__ import annotations
@@ -34,10 +36,11 @@ from types import CodeType, FrameType
 from typing import Any
 
 import torch
+from torch.utils.data import DataLoader, TensorDataset
 
 import ckptd.agent
 import ckptd.shared
-from ckptd.agent import Agent, CkptdError
+from ckptd.agent import Agent, Batches, CkptdError
 from ckptd.shared.errors import Busy
 from ckptd.shared.system import failpoints
 from tests.crash import places
@@ -63,6 +66,7 @@ PLACES = tuple(
 CALLS = ("snapshot", "recover", "go back", "prepare", "close")
 LEFT = (*CALLS, "wait")
 """The calls that a handler that raises must end at once."""
+TARGETS = ("process", "group")
 NESTED = ("snapshot", "close", "recover")
 CHILDREN = ("a child that ends", "a child with an agent")
 KINDS = (
@@ -71,6 +75,7 @@ KINDS = (
     *(f"{name} at a line of {call}" for call in LEFT for name in RAISED),
     *(f"{name} from a timer in {call}" for call in LEFT for name in RAISED),
     *(f"{name} at a failpoint of {call}" for call in CALLS[:4] for name in RAISED),
+    *2 * [f"SIGTERM to the {target} in {call}" for call in LEFT for target in TARGETS],
     *(f"{inner} at a line of {call}" for call in CALLS for inner in NESTED),
     *(f"{inner} from a timer in {call}" for call in CALLS for inner in NESTED),
     *(f"{child} at a line of {call}" for call in CALLS for child in CHILDREN),
@@ -145,7 +150,9 @@ class Trainer:
         self._wrong = ""
         self._to_raise: BaseException = KeyboardInterrupt()
         self._raised: BaseException | None = None
-        signal.signal(signal.SIGUSR2, self._on_usr2)
+        for number in (signal.SIGUSR2, signal.SIGTERM):
+            signal.signal(number, self._handler)
+        self._batches: Iterator[Any] | None = None
         self._unraisable: list[BaseException | None] = []
         sys.unraisablehook = lambda told: self._unraisable.append(told.exc_value)
         self._children: list[int] = []
@@ -206,7 +213,10 @@ class Trainer:
             self._threads()
         else:
             what, _, call = kind.rpartition(" of " if " of " in kind else " in ")
+            target = what.removeprefix("SIGTERM to the ")
             inner, _, where = what.rpartition(" at a " if " at a " in what else " from a ")
+            if target != what:
+                inner, where = "SignalException", target
             act = (
                 self._fork(inner)
                 if inner in CHILDREN
@@ -229,6 +239,9 @@ class Trainer:
             if self._raised not in (None, found, *map(_carried, self._unraisable)):
                 raise Wrong(f"a handler has raised {self._raised!r}, and {found!r} came out")
             self._unraisable.clear()
+            if self._batches is not None:
+                for _ in range(4):  # more than were loaded ahead
+                    next(self._batches)
         for child in self._children:
             if code := os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]):
                 what = "holds segments of its parent" if code == HOLDS else f"ended with {code}"
@@ -242,6 +255,8 @@ class Trainer:
 
     def _interrupted(self, where: str, call: str, act: Callable[[], None]) -> Any:
         match where:
+            case "process" | "group":
+                return self._signalled(call, where)
             case "line":
                 return self._at_line(call, act)
             case "failpoint":
@@ -262,13 +277,37 @@ class Trainer:
             signal.setitimer(signal.ITIMER_REAL, 0)
             signal.signal(signal.SIGALRM, before)
 
+    @contextmanager
+    def _signalled(self, call: str, target: str) -> Iterator[None]:
+        """Have another process send SIGTERM, and wait for it."""
+        if self._batches is None:
+            data = TensorDataset(torch.arange(64.0))
+            loader = DataLoader(data, num_workers=2, persistent_workers=True)
+            self._batches = iter(Batches(loader))
+        next(self._batches)
+        self._to_raise = RAISED["SignalException"]()
+        pid, seconds = os.getpid(), self._chance.uniform(1e-6, 1.2 * self._seconds[call])
+        child = os.fork()
+        if child == 0:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            time.sleep(seconds)
+            (os.killpg if target == "group" else os.kill)(pid, signal.SIGTERM)
+            os._exit(0)
+        self._children.append(child)
+        yield
+        end = time.monotonic() + HANG_SECONDS / 2
+        while self._raised is None:
+            time.sleep(0.001)
+            if time.monotonic() > end:
+                raise Wrong("SIGTERM has not arrived")
+
     def _raise(self, error: BaseException) -> None:
         """Have a signal handler raise `error`."""
 
         self._to_raise = error
         signal.raise_signal(signal.SIGUSR2)
 
-    def _on_usr2(self, *_: object) -> None:
+    def _handler(self, *_: object) -> None:
         self._raised = self._to_raise
         raise self._raised
 
@@ -388,6 +427,7 @@ def serve(pipe: Connection, socket: Path, segments: Path, seed: int, stacks: Pat
     """Try each kind that comes over the pipe, and answer with what is wrong, or "" if
     nothing is.
     """
+    os.setpgid(0, 0)  # so that a signal to the group reaches nobody else
     torch.set_num_threads(1)
     logging.disable()
     with stacks.open("w") as file:
