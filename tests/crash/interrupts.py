@@ -239,7 +239,7 @@ class Trainer:
             if self._raised not in (None, found, *map(_carried, self._unraisable)):
                 raise Wrong(f"a handler has raised {self._raised!r}, and {found!r} came out")
             self._unraisable.clear()
-            if self._batches is not None:
+            if target != what and self._batches is not None:
                 for _ in range(4):  # more than were loaded ahead
                     next(self._batches)
         for child in self._children:
