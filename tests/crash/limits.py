@@ -4,7 +4,9 @@ must serve again and lose nothing.
 `python -m tests.crash.limits --tries 100 [--seed N]`. In each try a real daemon lacks
 one resource: open files (from the start, or by prlimit while it works), memory (a
 cgroup), space or inodes of its disk at the start, or places in the backlog of its
-socket. Meanwhile jobs save and are killed, and more clients come than fit. Then the
+socket. Or the operating system takes something from a daemon that runs, at each phase
+of its life: the memory of its cgroup, the inodes of its disk, the size that its files
+may have, or the directory of its log. Meanwhile jobs save and are killed, and more clients come than fit. Then the
 shortage ends. The daemon must answer, or must have ended with a reason and an exit
 code; in that case a fresh daemon must serve. Every job gets back, bit for bit, at least
 what was acknowledged. No checkpoint is deleted, and the number of the daemon's
@@ -21,6 +23,7 @@ import resource
 import shutil
 import signal
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -35,6 +38,7 @@ import torch
 
 from ckptd.agent import Agent, CkptdError
 from ckptd.shared import errors
+from ckptd.shared.system import memory_limit
 from ckptd.shared.wire.channel import Channel
 from tests.crash import images
 from tests.support import forks, trainers
@@ -461,15 +465,187 @@ def exhaust(where: Path, *, inodes: bool) -> None:
             (ballast / str(number)).touch()
 
 
+class Taking:
+    """What an operating system takes away from a daemon that runs, and gives back.
+
+    `options` are those of the daemon, and `under` is the command that starts it.
+    """
+
+    options: tuple[str, ...] = ()
+    under: tuple[str, ...] = ()
+
+    def __init__(self, case: Try, held: ExitStack) -> None:
+        """Make what the daemon needs. `held` is closed after the try.
+
+        Raises Unavailable.
+        """
+
+    def take(self, daemon: Daemon) -> None:
+        raise NotImplementedError
+
+    def give_back(self, daemon: Daemon) -> None:
+        pass
+
+    def problem(self, daemon: Daemon) -> str:
+        """Return what was wrong while it was taken away, or ""."""
+        return ""
+
+
+class TakeMemory(Taking):
+    """The limit of the cgroup is lowered until no slot fits: slots go to the disk, and
+    the kernel kills nobody. Another process of the group holds most of the memory.
+    """
+
+    def __init__(self, case: Try, held: ExitStack) -> None:
+        self._group = held.enter_context(cgroup(4096))
+        self._limit = self._group / "memory.limit_in_bytes"
+        if not self._limit.exists():
+            self._limit = self._group / "memory.max"
+        self.under = ("sh", "-c", f'echo $$ > {self._group}/cgroup.procs; exec "$@"', "sh")
+        hold = f"held = bytearray({HOG}); print(flush=True); import time; time.sleep(600)"
+        hog = subprocess.Popen([*self.under, sys.executable, "-c", hold], stdout=subprocess.PIPE)
+        held.callback(hog.wait)
+        held.callback(hog.kill)
+        assert hog.stdout is not None
+        hog.stdout.readline()
+
+    def take(self, daemon: Daemon) -> None:
+        self._before = daemon.status()["shared_memory"]["used_bytes"]
+        limit = memory_limit.tightest()  # of this process, which is in a parent of the group
+        used = memory_limit._limit(self._group)
+        assert used is not None
+        assert limit is None or limit.free > HOG, limit
+        self._limit.write_text(str(used.used + HOG // 12))  # less than what is reserved
+
+    def give_back(self, daemon: Daemon) -> None:
+        self._limit.write_text(str(4 << 30))
+
+    def problem(self, daemon: Daemon) -> str:
+        try:
+            now = daemon.status()["shared_memory"]
+        except CkptdError as error:
+            return f"the daemon in a full cgroup does not answer: {error}"
+        if now["used_bytes"] > self._before:
+            return f"slots went to a full cgroup: {now}"
+        return ""
+
+
+class TakeInodes(Taking):
+    """The disk of the root and the state has space, and no inode is left."""
+
+    def __init__(self, case: Try, held: ExitStack) -> None:
+        image = images.Image(64)
+        held.callback(image.close)
+        case.place.root = image.where / "root"
+        held.callback(lambda: shutil.rmtree(case.place.segments, ignore_errors=True))
+        self._where = image.where
+
+    def take(self, daemon: Daemon) -> None:
+        exhaust(self._where, inodes=True)
+
+    def give_back(self, daemon: Daemon) -> None:
+        shutil.rmtree(self._where / "ballast")
+
+
+class TakeFileSize(Taking):
+    """No file may be longer than a page, as with `ulimit -f`: not even the log."""
+
+    def take(self, daemon: Daemon) -> None:
+        self._set(daemon, 4096)
+
+    def give_back(self, daemon: Daemon) -> None:
+        self._set(daemon, resource.RLIM_INFINITY)
+
+    def _set(self, daemon: Daemon, size: int) -> None:
+        with suppress(ProcessLookupError):
+            resource.prlimit(
+                daemon.process.pid, resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY)
+            )
+
+
+class TakeLog(Taking):
+    """The directory of the log is deleted, and made again later."""
+
+    def __init__(self, case: Try, held: ExitStack) -> None:
+        self._log = case.place.path / "logs" / "daemon.log"
+        self._log.parent.mkdir()
+        self.options = ("--log-file", str(self._log))
+
+    def take(self, daemon: Daemon) -> None:
+        shutil.rmtree(self._log.parent)
+
+    def give_back(self, daemon: Daemon) -> None:
+        self._log.parent.mkdir()
+
+
+TAKINGS: dict[str, type[Taking]] = {
+    "memory": TakeMemory,
+    "inodes": TakeInodes,
+    "file size": TakeFileSize,
+    "log": TakeLog,
+}
+PHASES = ("idle", "sealed", "dead", "end")
+"""When it is taken: before the first job, once a job has sealed, once the jobs are dead
+and the daemon saves what they have left, or while it ends.
+"""
+HOG = 300 << 20
+
+
+def taken(case: Try, what: str, phase: str) -> Daemon:
+    """Take something from a daemon that runs, and give it back when the jobs are dead.
+
+    Raises Unavailable.
+    """
+    with ExitStack() as held:
+        taking = TAKINGS[what](case, held)
+        daemon = Daemon(
+            case.place, *OPTIONS, *taking.options, environment=ENVIRONMENT, under=taking.under
+        ).wait_ready()
+        try:
+            own = len(descriptors(daemon))
+            if phase == "idle":
+                taking.take(daemon)
+            case.start(*case.diaries)
+            if phase == "sealed":
+                holds(
+                    lambda: any(diary.count("sealed") for diary in case.diaries.values()), SECONDS
+                )
+                taking.take(daemon)
+            case.under_way(daemon)
+            case.hang_up()
+            if phase in ("dead", "end"):
+                taking.take(daemon)
+            if problem := taking.problem(daemon):
+                case.problem(problem)
+            if phase == "end" and daemon.process.poll() is None:
+                daemon.process.terminate()
+                code = daemon.process.wait(SECONDS)
+                if code not in (0, 1, 15):
+                    case.problem(f"the daemon that was told to end has ended with {code}")
+                taking.give_back(daemon)
+                daemon, own = case.fresh(daemon), None
+            else:
+                taking.give_back(daemon)
+            daemon = case.finish(daemon, own)
+        finally:
+            case.close()
+            daemon.close()
+        return daemon
+
+
 def kinds(chance: Random) -> Iterator[tuple[str, Callable[[Try], Daemon]]]:
     """Yield the tries in order. Every limit comes once before any limit comes again."""
     while True:
         limits = list(range(16, MOST))
+        takings = [(what, phase) for what in TAKINGS for phase in PHASES]
         chance.shuffle(limits)
+        chance.shuffle(takings)
         for number, limit in enumerate(limits):
             low = 3 if number % 3 == 0 else limit // 2
             yield "files while it works", lambda case, low=low: fewer_meanwhile(case, low)  # type: ignore[misc]
             yield "files from the start", lambda case, limit=limit: few_from_the_start(case, limit)  # type: ignore[misc]
+            what, phase = takings[number % len(takings)]
+            yield f"{what} taken, {phase}", lambda case, w=what, p=phase: taken(case, w, p)  # type: ignore[misc]
             if number % 4 == 0:
                 yield "full disk at the start", lambda case: full_at_the_start(case, inodes=False)
                 yield "no inodes at the start", lambda case: full_at_the_start(case, inodes=True)

@@ -53,6 +53,28 @@ def test_an_old_log_is_continued(tmp_path: Path) -> None:
     assert (tmp_path / "log").read_text() == "before\nafter \\udcff\n"
 
 
+def test_a_log_that_was_moved_or_deleted_begins_again(tmp_path: Path) -> None:
+    place = tmp_path / "logs"
+    place.mkdir()
+    handler = RotatingLog(place / "log")
+    logger = logging.getLogger("ckptd")
+    logger.addHandler(handler)
+    logger.warning("one")
+    (place / "log").rename(place / "log.old")
+    logger.warning("two")
+    begun = "the log file was moved or deleted, and a new one begins\n"
+    assert (place / "log.old").read_text() == "one\n"
+    assert (place / "log").read_text() == f"{begun}two\n"
+    place.rename(tmp_path / "away")
+    logger.warning("three")  # there is no directory for a new file
+    assert (tmp_path / "away" / "log").read_text() == f"{begun}two\nthree\n"
+    place.mkdir()
+    logger.warning("four")
+    logger.removeHandler(handler)
+    handler.close()
+    assert (place / "log").read_text() == f"{begun}four\n"
+
+
 @pytest.mark.parametrize("kind", ["link", "directory", "missing directory"])
 def test_a_file_that_cannot_be_the_log_is_refused(tmp_path: Path, kind: str) -> None:
     path = tmp_path / "log"
