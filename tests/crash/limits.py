@@ -5,12 +5,13 @@ must serve again and lose nothing.
 one resource: open files (from the start, or by prlimit while it works), memory (a
 cgroup), space or inodes of its disk at the start, or places in the backlog of its
 socket. Or the operating system takes something from a daemon that runs, at each phase
-of its life: the memory of its cgroup, the inodes of its disk, the size that its files
-may have, or the directory of its log. Meanwhile jobs save and are killed, and more clients come than fit. Then the
-shortage ends. The daemon must answer, or must have ended with a reason and an exit
-code; in that case a fresh daemon must serve. Every job gets back, bit for bit, at least
-what was acknowledged. No checkpoint is deleted, and the number of the daemon's
-descriptors returns to that of the start.
+of its life: its socket or the directory of that, the memory of its cgroup, the inodes
+of its disk, the size that its files may have, or the directory of its log. Meanwhile
+jobs save and are killed, and more clients come than fit. Then the shortage ends. The
+daemon must answer, or must have ended with a reason and an exit code; in that case a
+fresh daemon must serve. Every job gets back, bit for bit, at least what was
+acknowledged. No checkpoint is deleted, and the number of the daemon's descriptors
+returns to that of the start.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ from typing import Any
 import torch
 
 from ckptd.agent import Agent, CkptdError
+from ckptd.daemon.commands import neighbours
 from ckptd.shared import errors
 from ckptd.shared.system import memory_limit
 from ckptd.shared.wire.channel import Channel
@@ -469,10 +471,12 @@ class Taking:
     """What an operating system takes away from a daemon that runs, and gives back.
 
     `options` are those of the daemon, and `under` is the command that starts it.
+    `descriptors` is the number of those that it needs more from then on.
     """
 
     options: tuple[str, ...] = ()
     under: tuple[str, ...] = ()
+    descriptors = 0
 
     def __init__(self, case: Try, held: ExitStack) -> None:
         """Make what the daemon needs. `held` is closed after the try.
@@ -495,6 +499,8 @@ class TakeMemory(Taking):
     """The limit of the cgroup is lowered until no slot fits: slots go to the disk, and
     the kernel kills nobody. Another process of the group holds most of the memory.
     """
+
+    descriptors = 1  # of the directory for slots on the disk
 
     def __init__(self, case: Try, held: ExitStack) -> None:
         self._group = held.enter_context(cgroup(4096))
@@ -578,7 +584,50 @@ class TakeLog(Taking):
         self._log.parent.mkdir()
 
 
+class TakeSocket(Taking):
+    """The file of the socket is deleted, as by a cleaner of temporary files. The daemon
+    makes it again, or says where it listens now.
+    """
+
+    def __init__(self, case: Try, held: ExitStack) -> None:
+        self._place = case.place
+        self._place.socket = case.place.path / "run" / "s"
+        self._place.socket.parent.mkdir(mode=0o700)
+
+    def take(self, daemon: Daemon) -> None:
+        self._place.socket.unlink()
+
+    def give_back(self, daemon: Daemon) -> None:
+        """Look where the daemon listens, as `ckptd ps` does."""
+
+        def found() -> bool:
+            for neighbour in neighbours.find_all():
+                row = neighbour.row()
+                if row["pid"] == daemon.process.pid and os.path.exists(row["socket"]):
+                    self._place.socket = Path(row["socket"])
+                    return True
+            return daemon.process.poll() is not None
+
+        holds(found, SECONDS)
+
+
+class TakeRuntimeDirectory(TakeSocket):
+    """The directory of the socket is deleted, as by logind at the last logout, and made
+    again later.
+    """
+
+    def take(self, daemon: Daemon) -> None:
+        self._directory = self._place.socket.parent
+        shutil.rmtree(self._directory)
+
+    def give_back(self, daemon: Daemon) -> None:
+        super().give_back(daemon)
+        self._directory.mkdir(mode=0o700, exist_ok=True)
+
+
 TAKINGS: dict[str, type[Taking]] = {
+    "socket": TakeSocket,
+    "runtime directory": TakeRuntimeDirectory,
     "memory": TakeMemory,
     "inodes": TakeInodes,
     "file size": TakeFileSize,
@@ -626,7 +675,7 @@ def taken(case: Try, what: str, phase: str) -> Daemon:
                 daemon, own = case.fresh(daemon), None
             else:
                 taking.give_back(daemon)
-            daemon = case.finish(daemon, own)
+            daemon = case.finish(daemon, own and own + taking.descriptors)
         finally:
             case.close()
             daemon.close()
