@@ -38,7 +38,6 @@ from typing import Any
 import torch
 
 from ckptd.agent import Agent, CkptdError
-from ckptd.daemon.commands import neighbours
 from ckptd.shared import errors
 from ckptd.shared.system import memory_limit
 from ckptd.shared.wire.channel import Channel
@@ -586,43 +585,28 @@ class TakeLog(Taking):
 
 class TakeSocket(Taking):
     """The file of the socket is deleted, as by a cleaner of temporary files. The daemon
-    makes it again, or says where it listens now.
+    makes it again.
     """
 
     def __init__(self, case: Try, held: ExitStack) -> None:
-        self._place = case.place
-        self._place.socket = case.place.path / "run" / "s"
-        self._place.socket.parent.mkdir(mode=0o700)
+        self._socket = case.place.socket = case.place.path / "run" / "s"
+        self._socket.parent.mkdir(mode=0o700)
 
     def take(self, daemon: Daemon) -> None:
-        self._place.socket.unlink()
+        self._socket.unlink()
 
     def give_back(self, daemon: Daemon) -> None:
-        """Look where the daemon listens, as `ckptd ps` does."""
-
-        def found() -> bool:
-            for neighbour in neighbours.find_all():
-                row = neighbour.row()
-                if row["pid"] == daemon.process.pid and os.path.exists(row["socket"]):
-                    self._place.socket = Path(row["socket"])
-                    return True
-            return daemon.process.poll() is not None
-
-        holds(found, SECONDS)
+        self._socket.parent.mkdir(mode=0o700, exist_ok=True)
+        holds(lambda: self._socket.exists() or daemon.process.poll() is not None, SECONDS)
 
 
 class TakeRuntimeDirectory(TakeSocket):
     """The directory of the socket is deleted, as by logind at the last logout, and made
-    again later.
+    again later: the daemon comes back to it.
     """
 
     def take(self, daemon: Daemon) -> None:
-        self._directory = self._place.socket.parent
-        shutil.rmtree(self._directory)
-
-    def give_back(self, daemon: Daemon) -> None:
-        super().give_back(daemon)
-        self._directory.mkdir(mode=0o700, exist_ok=True)
+        shutil.rmtree(self._socket.parent)
 
 
 TAKINGS: dict[str, type[Taking]] = {
