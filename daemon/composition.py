@@ -7,6 +7,7 @@ clients; a deletion without a daemon adds nothing.
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -45,15 +46,17 @@ from ckptd.daemon.saving.destination import Destination
 from ckptd.daemon.saving.saver import Saver
 from ckptd.daemon.stage.root import StageRoot, check_apart, check_is_no_stage
 from ckptd.daemon.stage.uploader import Uploader
-from ckptd.shared.errors import storage_errors
+from ckptd.shared.errors import StorageError, storage_errors
 from ckptd.shared.formats.segment import RootMark, SegmentHeader
 from ckptd.shared.location import Location
 from ckptd.shared.storage.heartbeat_store import HeartbeatStore
 from ckptd.shared.storage.locate import open_root
 from ckptd.shared.storage.repository import Repository
 from ckptd.shared.system import machine
+from ckptd.shared.system.descriptor import Descriptor
 from ckptd.shared.system.failpoints import failpoint
 from ckptd.shared.system.fs import FileSystem
+from ckptd.shared.system.root_lock import write_hint
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +92,26 @@ class Components:
     heartbeats: Heartbeats
     recoveries: Recoveries
     readers: Readers
+    lock: Descriptor
+    behind: StageRoot | None = None
     uploader: Uploader | None = None
+
+    async def tell_socket(self, socket: Path) -> None:
+        """Write into the lock of the root, and into that of the stage, where this daemon
+        listens.
+
+        A disk that is full, or does not answer, keeps the daemon from nothing: it is then
+        found only at the usual sockets.
+        """
+        behind = None if self.behind is None else self.behind.lock
+        for lock in filter(None, (self.lock, behind)):
+            try:
+                await self.calls.run(partial(write_hint, lock.fileno(), socket))
+            except (OSError, StorageError) as error:
+                log.warning("the lock of %s does not name the socket: %s", self.config.root, error)
+
+
+log = logging.getLogger("ckptd")
 
 
 @asynccontextmanager
@@ -113,7 +135,8 @@ async def opened(
     with ExitStack() as held:
         root = open_root(config.root, fs)
         repository = root if config.stage is None else open_root(config.stage, fs)
-        held.callback(repository.storage.serve(machine.host()).close)
+        lock = repository.storage.serve(machine.host())
+        held.callback(lock.close)
         calls = root_calls = StorageCalls(config.storage_timeout)
         held.callback(calls.close)
         if config.stage is not None:
@@ -179,7 +202,7 @@ async def opened(
                 with storage_errors(f"begin a new journal file in {of_root.place}"):
                     of_root.start()
             parts = _composed(
-                config, identity, slots, pipelines, front, final, served, behind, events
+                config, identity, slots, pipelines, front, final, served, behind, events, lock
             )
             gather = partial(
                 moved_root.gather, slots, config.root, overflow and overflow.parent.parent
@@ -217,6 +240,7 @@ def _composed(
     served: ServedRoot,
     behind: StageRoot | None,
     events: Events,
+    lock: Descriptor,
 ) -> Components:
     """Return the parts of a daemon that saves to `front`, and to `root` if `front` is a
     stage. `behind` is then the root behind the stage.
@@ -268,7 +292,7 @@ def _composed(
     return Components(
         config, events, front.repository, identity, served, foreign, front.calls, pipelines, slots,
         catalog, journal, claims, engine, steps, saver, orphans, heartbeats, Recoveries(),
-        Readers(catalog, slots, saver), uploader,
+        Readers(catalog, slots, saver), lock, behind, uploader,
     )  # fmt: skip
 
 

@@ -2,8 +2,8 @@
 
 Every command of the command line uses it.
 
-Exit codes: 0 ok, 1 failed, 2 usage, 10 no such checkpoint, 11 busy, 13 integrity, 14
-daemon unreachable, 15 snapshots are in memory only, 130 cancelled.
+Exit codes: 0 ok, 1 failed, 2 usage, 10 no such checkpoint, 11 busy, 12 forbidden, 13
+integrity, 14 daemon unreachable, 15 snapshots are in memory only, 130 cancelled.
 """
 
 from __future__ import annotations

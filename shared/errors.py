@@ -255,6 +255,7 @@ class VersionMismatch(ServiceError):
 
 class Forbidden(ServiceError):
     code = "forbidden"
+    exit_code = 12
 
 
 class Fenced(ServiceError):

@@ -324,6 +324,7 @@ TOUCH_FILES = {
     "shared/system/fs.py": "is the seam to the operating system",
     "shared/system/local_lock.py": "a file in this user's directory in /tmp",
     "shared/system/numa.py": "/sys",
+    "shared/system/root_lock.py": "the lock file that names the daemon",
     "shared/system/owners.py": "checks owners of any path, and opens the log of a daemon",
 }
 """The modules outside `shared/storage/` that use files, and which files. None of these

@@ -21,7 +21,8 @@ from pathlib import Path
 from ckptd.shared.errors import Busy, CkptdError, DaemonUnreachable, Forbidden, InvalidRequest
 from ckptd.shared.location import Location, is_same, located
 from ckptd.shared.system import machine, owners, settings
-from ckptd.shared.wire.channel import Channel, no_daemon
+from ckptd.shared.wire import root_daemon
+from ckptd.shared.wire.channel import Channel, NoDaemon, no_daemon
 
 log = logging.getLogger("ckptd.agent")
 
@@ -57,7 +58,7 @@ class Place:
             channel = _connect_private(self.root)
             _warn_of_other_settings(self.root, channel.welcome.settings)
         else:
-            channel = Channel(self.socket, CONNECT_SECONDS)
+            channel = self._connect()
         if self.root is not None and not is_same(located(channel.welcome.root), self.root):
             channel.close()
             raise InvalidRequest(
@@ -65,6 +66,19 @@ class Place:
                 f"name that root, or another daemon's socket"
             )
         return channel
+
+    def _connect(self) -> Channel:
+        """Connect at the socket, or to the daemon of the root wherever it listens now."""
+        try:
+            return Channel(self.socket, CONNECT_SECONDS)
+        except NoDaemon:
+            if self.root is None:
+                raise
+            try:
+                return _connect_to_any(self.root)
+            except CkptdError:
+                pass
+            raise
 
 
 def connect_to_running(place: Place) -> Channel:
@@ -106,7 +120,26 @@ def find_place(socket: str | os.PathLike[str] | None, root: str | os.PathLike[st
             "DIR`, or set CKPTD_ROOT (or root=) "
             "to a directory or a URL, for which a private daemon is then started"
         )
-    return Place(machine.private_socket(absolute), absolute, private=True)
+    return _place_of(absolute)
+
+
+def _place_of(root: Location) -> Place:
+    """Return the place of the daemon that holds the lock of a root and is not private, or
+    else that of the private daemon of the root.
+
+    The file system of the root is asked only if no private daemon may listen.
+    """
+    private = Place(machine.private_socket(root), root, private=True)
+    if any(os.path.exists(path) for path in machine.private_sockets(root)):
+        return private
+    try:
+        channel = root_daemon.connect(root, CONNECT_SECONDS, usual=())
+    except CkptdError:  # no daemon, or none that can be used: connecting to it says why
+        return private
+    channel.close()
+    if channel.welcome.private:
+        return private
+    return Place(channel.path, root, private=False)
 
 
 def _warn_of_unknown_variables() -> None:
@@ -203,19 +236,12 @@ def _connect_private(root: Location) -> Channel:
 
 
 def _connect_to_any(root: Location) -> Channel:
-    """Connect at the first path where a private daemon of `root` answers.
+    """Connect to the daemon that serves `root`: a private one, or one that was started
+    with another socket.
 
-    Raises the DaemonUnreachable of the preferred path if none answers, and Forbidden if
-    a daemon there belongs to another user.
+    Raises DaemonUnreachable if none answers, and Forbidden if it belongs to another user.
     """
-    reason: DaemonUnreachable | None = None
-    for socket in machine.private_sockets(root):
-        try:
-            return Channel(socket, CONNECT_SECONDS)
-        except DaemonUnreachable as error:
-            reason = reason or error
-    assert reason is not None
-    raise reason
+    return root_daemon.connect(root, CONNECT_SECONDS, usual=machine.private_sockets(root))
 
 
 def start_private(root: Location) -> str:

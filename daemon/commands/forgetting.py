@@ -25,8 +25,6 @@ from ckptd.daemon.job.stored_checkpoint import StoredCheckpoint
 from ckptd.daemon.process.service import Service
 from ckptd.shared.errors import (
     Busy,
-    DaemonUnreachable,
-    Forbidden,
     IntegrityError,
     InvalidConfig,
     InvalidRequest,
@@ -42,7 +40,7 @@ from ckptd.shared.storage.standalone import StandaloneCheckpoint
 from ckptd.shared.system import machine
 from ckptd.shared.system.fs import PosixFileSystem
 from ckptd.shared.wire import messages as m
-from ckptd.shared.wire.channel import Channel
+from ckptd.shared.wire.channel import Channel, NoDaemon
 
 log = logging.getLogger("ckptd.forgetting")
 
@@ -268,32 +266,21 @@ def _settings(root: Location) -> Config:
 
 
 def _daemon_of(root: Location, socket: Path | None) -> Channel | None:
-    """Return a connection to the daemon that serves `root`, or None if none is found.
+    """Return a connection to the daemon that serves `root`, or None if there is none.
 
-    If `socket` is named, no other is tried. Raises DaemonUnreachable, Forbidden or
-    InvalidRequest if no daemon of `root` can be used there.
+    If `socket` is named, no other is tried. Raises DaemonUnreachable or Forbidden if a
+    daemon cannot be used, and InvalidRequest if the one at `socket` serves another root.
     """
-    for place in (
-        [socket]
-        if socket is not None
-        else [*machine.private_sockets(root), *machine.default_sockets()]
-    ):
+    if socket is None:
         try:
-            channel = Channel(place, neighbours.TIMEOUT, later=_SECONDS)
-        except (DaemonUnreachable, Forbidden) as error:
-            if socket is not None:
-                raise
-            if isinstance(error, Forbidden):
-                log.warning("a daemon's socket is not used: %s", error)
-            continue
-        if is_same(located(channel.welcome.root), root):
-            return channel
-        channel.close()
-        if socket is not None:
-            raise InvalidRequest(
-                f"the daemon at {socket} serves {channel.welcome.root}, not {root}"
-            )
-    return None
+            return neighbours.connection(root, None, "ckptd forget ROOT", _SECONDS)
+        except NoDaemon:
+            return None
+    channel = Channel(socket, neighbours.TIMEOUT, later=_SECONDS)
+    if is_same(located(channel.welcome.root), root):
+        return channel
+    channel.close()
+    raise InvalidRequest(f"the daemon at {socket} serves {channel.welcome.root}, not {root}")
 
 
 def pin(path: Location, *, remove: bool) -> tuple[str, str, bool]:

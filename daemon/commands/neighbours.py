@@ -8,7 +8,8 @@ import json
 import os
 import select
 import signal
-from contextlib import closing
+from collections.abc import Iterator
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,8 +31,10 @@ from ckptd.shared.errors import (
 from ckptd.shared.location import Location, is_same, located, url_scheme
 from ckptd.shared.storage.locate import is_root
 from ckptd.shared.system import machine
+from ckptd.shared.system.root_lock import LockHolder
 from ckptd.shared.units import some_text
 from ckptd.shared.wire import messages as m
+from ckptd.shared.wire import root_daemon
 from ckptd.shared.wire.channel import Channel, NoDaemon
 
 TIMEOUT = 10.0
@@ -57,6 +60,8 @@ class Neighbour:
     """True if it was not asked, because a signal has stopped it."""
     named_root: str = ""
     """The root that its command names, or "" if it names none."""
+    owner: int | None = None
+    """The user that it belongs to, if the superuser has found it by a lock."""
 
     def may_serve(self, root: Location) -> bool:
         """Return True if it may be the daemon of a root, as far as its command tells.
@@ -135,8 +140,7 @@ def _is_daemon(command: list[str]) -> bool:
 def _ask(pid: int, socket: str, root: str) -> Neighbour | None:
     """Return what a daemon says of itself, or None if it has ended meanwhile."""
     if is_stopped(pid):
-        problem = f"it is stopped by a signal: `kill -CONT {pid}`"
-        return Neighbour(pid, socket, None, problem, stopped=True, named_root=root)
+        return Neighbour(pid, socket, None, _stopped(pid), stopped=True, named_root=root)
     try:
         return Neighbour(pid, socket, daemon_status(Path(socket)), named_root=root)
     except CkptdError as error:
@@ -165,12 +169,22 @@ def root_and_job(root: Location | None, job: str | None) -> tuple[Location | Non
 
 
 def of_root(root: Location) -> Neighbour:
-    """Return the daemon of this user that serves a root.
+    """Return the daemon that serves a root: at a usual socket, or by the lock of the root,
+    or, if it has told no socket there, one of this user that `find_all` lists.
 
-    Raises DaemonStopped if a daemon that may serve it is stopped by a signal, or else
-    DaemonUnreachable, which names the roots that are served, and the daemons that do not
-    answer. It is NoDaemon if none of those may serve the root.
+    A daemon in another container is found only at a usual socket. Raises DaemonStopped if
+    a daemon that may serve it is stopped by a signal, or else DaemonUnreachable, which
+    names the roots that are served, and the daemons that do not answer. It is NoDaemon
+    if none of those may serve the root.
     """
+    try:
+        with closing(_connected(root, TIMEOUT)) as channel:
+            status = _status(channel)
+            return Neighbour(status["pid"], str(channel.path), status, owner=channel.owner)
+    except DaemonStopped:
+        raise
+    except DaemonUnreachable as error:
+        held = None if isinstance(error, NoDaemon) else error
     wanted, found = root.resolve(), find_all()
     for neighbour in found:
         if neighbour.status is not None and is_same(located(neighbour.status["root"]), wanted):
@@ -197,27 +211,47 @@ def of_root(root: Location) -> Neighbour:
     ]
     unknown = f"; not known is what these serve: {some_text(silent, 4)}" if silent else ""
     hidden = any(neighbour.problem and neighbour.may_serve(wanted) for neighbour in found)
+    if held is not None:
+        raise held
     raise (DaemonUnreachable if hidden else NoDaemon)(
         f"no daemon of uid {os.geteuid()} serves {root}{unknown}{hint}"
     )
 
 
-def status_of(root: Location) -> dict[str, Any]:
-    """Return the status of the daemon that serves a root, at one of the usual sockets
-    or elsewhere on this node.
+def _connected(root: Location, later: float) -> Channel:
+    """Return a connection to the daemon of a root, at a usual socket or by the lock of
+    the root. The superuser may speak to the daemon of another user.
 
-    A daemon in another container is found only at a usual socket. Raises
-    DaemonUnreachable, which names the roots that are served.
+    Raises DaemonStopped, and what `root_daemon.connect` raises.
     """
-    for socket in [*machine.private_sockets(root), *machine.default_sockets()]:
-        if not socket.exists():
-            continue
-        try:
-            status = daemon_status(socket)
-        except (Forbidden, DaemonUnreachable):
-            continue  # another user's daemon or a dead one
-        if is_same(located(status["root"]), root):
-            return status
+
+    def check(holder: LockHolder) -> None:
+        if holder.pid and is_stopped(holder.pid):
+            raise DaemonStopped(
+                f"no daemon of {root} answers; pid {holder.pid} does not answer: "
+                f"{_stopped(holder.pid)}"
+            )
+
+    return root_daemon.connect(
+        root, TIMEOUT, later=later, usual=_usual_sockets(root), any_user=True, check=check
+    )
+
+
+def _usual_sockets(root: Location) -> Iterator[Path]:
+    yield from machine.private_sockets(root)
+    yield from machine.default_sockets()
+
+
+def _stopped(pid: int) -> str:
+    return f"it is stopped by a signal: `kill -CONT {pid}`"
+
+
+def status_of(root: Location) -> dict[str, Any]:
+    """Return the status of the daemon that serves a root.
+
+    Raises DaemonUnreachable, which names the roots that are served; Forbidden if it
+    belongs to another user.
+    """
     found = of_root(root).status
     assert found is not None
     return found
@@ -241,13 +275,15 @@ def named(root: Location | None, socket: Path | None) -> Neighbour:
 def stop(neighbour: Neighbour, seconds: float) -> None:
     """Ask a daemon to end, and wait until it has saved what it owes.
 
-    Raises Busy if it still runs after `seconds`.
+    Raises Busy if it still runs after `seconds`; Forbidden if the process that another
+    user's daemon has named is none of that user.
     """
     try:
         process = os.pidfd_open(neighbour.pid)
     except ProcessLookupError:
         return
     try:
+        _check_owner(neighbour)
         signal.pidfd_send_signal(process, signal.SIGTERM)
         ended, _, _ = select.select([process], [], [], seconds)
     except ProcessLookupError:
@@ -260,6 +296,18 @@ def stop(neighbour: Neighbour, seconds: float) -> None:
             f"saved{_waiting(neighbour)}: "
             "wait for its end, or look at its log"
         )
+
+
+def _check_owner(neighbour: Neighbour) -> None:
+    if neighbour.owner is None:
+        return
+    with suppress(psutil.NoSuchProcess):
+        uid = psutil.Process(neighbour.pid).uids().effective
+        if uid != neighbour.owner:
+            raise Forbidden(
+                f"the daemon of uid {neighbour.owner} at {neighbour.socket} says that it is pid "
+                f"{neighbour.pid}, which belongs to uid {uid}, and was not stopped"
+            )
 
 
 def _waiting(neighbour: Neighbour) -> str:
@@ -283,8 +331,12 @@ def daemon_status(socket: Path | None) -> dict[str, Any]:
     was found belongs to another user.
     """
     with closing(_connect(socket)) as channel:
-        channel.send(m.Status(id=channel.new_id()))
-        reply = channel.receive()[0]
+        return _status(channel)
+
+
+def _status(channel: Channel) -> dict[str, Any]:
+    channel.send(m.Status(id=channel.new_id()))
+    reply = channel.receive()[0]
     if isinstance(reply, m.Error):
         raise from_wire(reply.code, reply.message)
     assert isinstance(reply, m.StatusReport)
@@ -302,7 +354,10 @@ def connection(root: Location | None, socket: Path | None, command: str, later: 
     be meant.
     """
     if root is not None:
-        return Channel(Path(status_of(root)["socket"]), TIMEOUT, later=later)
+        try:
+            return _connected(root, later)
+        except DaemonUnreachable:
+            return Channel(Path(of_root(root).socket), TIMEOUT, later=later)
     try:
         return _connect(socket, later)
     except NoDaemon as error:

@@ -34,7 +34,7 @@ from ckptd.shared.formats.segment import (
 from ckptd.shared.location import Location, located
 from ckptd.shared.storage.locate import existing_root
 from ckptd.shared.storage.repository import Repository
-from ckptd.shared.system import machine
+from ckptd.shared.system import machine, root_lock
 from ckptd.shared.system.fs import closing_at_end
 
 STORAGE_SECONDS = 30.0
@@ -169,7 +169,8 @@ def without_a_daemon(
     directories no daemon uses. state_dir: that of the daemon, which may have segments on
     its disk. seconds: instead of STORAGE_SECONDS.
 
-    Raises Busy if a daemon uses the memory of `root`.
+    Raises Busy if a daemon uses the memory of `root`, or if that of another user was not
+    asked by the superuser.
     """
     ranks = defaultdict[tuple[str, str, int], set[int]](set)
     sealed = defaultdict[tuple[str, str], dict[Key, list[_Segment]]](lambda: defaultdict(list))
@@ -193,22 +194,34 @@ def without_a_daemon(
 
 
 def _of_roots(shm_dir: Path, state_dir: Path, root: Location | None) -> Iterator[Path]:
-    """Yield the directories of segments that no daemon uses: of one root, or of all."""
+    """Yield the directories of segments that no daemon uses: of one root, or of all.
+
+    They are those of this user; of the superuser, those of the owner of the root, or of
+    all users.
+    """
+    uid, superuser = os.getuid(), os.geteuid() == 0
     if root is None:
         found = [
-            *sorted(shm_dir.glob(f"ckptd-{os.getuid()}-*")),
+            *sorted(shm_dir.glob(f"ckptd-{'[0-9]*' if superuser else uid}-*")),
             *sorted((state_dir / machine.host()).glob("*/segments")),
         ]
     else:
-        name = machine.segment_directory(root)
+        owner = root_lock.owner_of(root) if superuser else None
+        name = machine.segment_directory(root, uid if owner is None else owner)
         found = [
             shm_dir / name,
             *sorted(shm_dir.glob(f"{name}.*")),
             machine.state_directory(state_dir, root) / "segments",
         ]
     for directory in found:
+        if directory.is_symlink():  # which no daemon has made
+            continue
         if not _is_used(directory):
             yield directory
+        elif root is None and (other := directory.stat().st_uid) not in (0, uid):
+            raise Busy(
+                f"a daemon of uid {other} uses {directory}, and was not asked: name its root"
+            )
         elif root is not None:
             raise Busy(
                 f"a daemon that cannot be found from here, perhaps in another container, uses "

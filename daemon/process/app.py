@@ -105,6 +105,7 @@ class App:
             listener, ours = listen(self._config.socket)
             try:
                 telemetry.locked()
+                await parts.tell_socket(self._config.socket)
                 self._serving = Serving(
                     parts, self._stop, self._started, self._ready_fd, self._lost_root, telemetry
                 )

@@ -21,7 +21,7 @@ from ckptd.shared.errors import IntegrityError, InvalidConfig, StorageError
 from ckptd.shared.location import Location
 from ckptd.shared.storage.repository import Repository
 from ckptd.shared.system import machine
-from ckptd.shared.system.storage_seam import Closable
+from ckptd.shared.system.descriptor import Descriptor
 
 log = logging.getLogger("ckptd.uploader")
 
@@ -105,7 +105,7 @@ class StageRoot:
         """
         self.repository, self.place = repository, place
         self._opening = threading.Lock()
-        self._lock: Closable | None = None
+        self._lock: Descriptor | None = None
         document, called = stage_document(stage), str(place.resolve())
         self.identity = "" if document is None else document.identity
         joined = document is not None and document.root == called
@@ -169,6 +169,11 @@ class StageRoot:
                 f"{self.identity}: name the root of the stage, "
                 "or an empty directory as the stage"
             )
+
+    @property
+    def lock(self) -> Descriptor | None:
+        """The lock of the root, or None until it is locked."""
+        return self._lock
 
     def close(self) -> None:
         if self._lock is not None:

@@ -25,9 +25,11 @@ from ckptd.shared.storage import object_probe
 from ckptd.shared.storage.bucket import Bucket
 from ckptd.shared.storage.object_leases import Leases
 from ckptd.shared.storage.object_streams import LEAST_PART, MOST_PARTS, ObjectSink, ObjectSource
+from ckptd.shared.system import root_lock
+from ckptd.shared.system.descriptor import Descriptor
 from ckptd.shared.system.failpoints import failpoint
 from ckptd.shared.system.local_lock import LocalLock
-from ckptd.shared.system.storage_seam import Closable, Entry
+from ckptd.shared.system.storage_seam import Entry
 
 _UPLOAD_MEMORY = 128 << 20
 """The bytes that all uploads of a storage together have under way, as far as each has
@@ -277,7 +279,7 @@ class ObjectStorage:
 
     # -- the root
 
-    def serve(self, host: str) -> Closable:
+    def serve(self, host: str) -> Descriptor:
         """Check that the bucket can be written, and lock the root on this machine.
 
         End the deletions of a daemon that died here.
@@ -285,7 +287,7 @@ class ObjectStorage:
         Raises Busy, StorageError.
         """
         with storage_errors(f"use {self.where()} as the root for checkpoints"):
-            lock = LocalLock.take(f"{names.LOCK}-{self._digest}-{host}")
+            lock = LocalLock.take(root_lock.object_lock(self._digest, host))
             if lock is None:
                 raise Busy(
                     f"another ckptd already serves {self.where()}: use that one, or stop it first"

@@ -27,8 +27,9 @@ from ckptd.shared.formats.binary import ALIGN
 from ckptd.shared.storage import locks, old_journal, posix_root
 from ckptd.shared.storage.posix_streams import PosixSink, PosixSource
 from ckptd.shared.system import machine
+from ckptd.shared.system.descriptor import Descriptor
 from ckptd.shared.system.fs import NO_ROOM, FileSystem, PosixFileSystem, make_directories, publish
-from ckptd.shared.system.storage_seam import Closable, Entry
+from ckptd.shared.system.storage_seam import Entry
 
 
 class PosixStorage:
@@ -265,22 +266,25 @@ class PosixStorage:
             ):
                 return True
             with self.directory(names.control(machine.host())) as control:
-                if self._link(names.LOCK, control, name, directory):
+                if self._link(names.LOCK, control, name, directory, empty=False):
                     return True
         except FileExistsError:
             return False
         raise no_room
 
-    def _link(self, old: str, old_directory: int, new: str, directory: int) -> bool:
+    def _link(
+        self, old: str, old_directory: int, new: str, directory: int, *, empty: bool = True
+    ) -> bool:
         """Make `new` a hard link to `old`.
 
-        Return False if `old` is not an empty regular file or cannot be linked.
+        Return False if `old` is no regular file, is not empty although it must be, or
+        cannot be linked.
 
         Raises FileExistsError if `new` is taken.
         """
         try:
             found = self.fs.stat(old, old_directory)
-            if not stat.S_ISREG(found.st_mode) or found.st_size:
+            if not stat.S_ISREG(found.st_mode) or (empty and found.st_size):
                 return False
             self.fs.link(old, old_directory, new, directory)
         except FileExistsError:
@@ -390,7 +394,7 @@ class PosixStorage:
 
     # -- the root
 
-    def serve(self, host: str) -> Closable:
+    def serve(self, host: str) -> Descriptor:
         """Make the root and this host's directory in it, check their owners, and lock
         the root.
 

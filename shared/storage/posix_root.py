@@ -4,13 +4,13 @@ for one daemon.
 
 from __future__ import annotations
 
-import fcntl
 import logging
 import os
 from pathlib import Path
 
 from ckptd.shared.errors import Busy, StorageError, storage_errors
 from ckptd.shared.names import LOCK
+from ckptd.shared.system import root_lock
 from ckptd.shared.system.descriptor import Descriptor
 from ckptd.shared.system.owners import stranger
 
@@ -83,17 +83,17 @@ def lock(directory: int, root: Path, host: str) -> Descriptor:
             LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=directory
         )
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(fd)
-        raise Busy(
-            f"another ckptd already serves {root}, under the host name {host}: use that one, or "
-            f"stop it first; if it runs on another "
-            "node, give each node a name of its own"
-        ) from None
+        taken = root_lock.take(fd)
     except OSError as error:
         os.close(fd)
         raise StorageError.of(
             f"lock {root}, which keeps a second daemon out of it", error
         ) from None
+    if not taken:
+        os.close(fd)
+        raise Busy(
+            f"another ckptd already serves {root}, under the host name {host}: use that one, or "
+            f"stop it first; if it runs on another "
+            "node, give each node a name of its own"
+        )
     return Descriptor(fd)

@@ -4,12 +4,11 @@ thing itself cannot be locked.
 
 from __future__ import annotations
 
-import fcntl
 import os
 from contextlib import suppress
 from pathlib import Path
 
-from ckptd.shared.system import machine
+from ckptd.shared.system import machine, root_lock
 from ckptd.shared.system.descriptor import Descriptor
 from ckptd.shared.system.owners import make_own_directory
 
@@ -36,9 +35,7 @@ class LocalLock(Descriptor):
         path = make_own_directory(machine.plain_directory()) / name
         while True:
             lock = cls(path)
-            try:
-                fcntl.flock(lock.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
+            if not root_lock.take(lock.fileno()):
                 Descriptor.close(lock)
                 return None
             if os.fstat(lock.fileno()).st_nlink:

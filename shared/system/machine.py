@@ -61,14 +61,14 @@ def _digest(place: Location) -> str:
     return hashlib.sha256(os.fsencode(str(place))).hexdigest()[:16]
 
 
-def segment_directory(root: Location) -> str:
-    """Return the name of the directory in the tmpfs for the segments of this user and
-    root.
+def segment_directory(root: Location, uid: int | None = None) -> str:
+    """Return the name of the directory in the tmpfs for the segments of a user, who is
+    this one by default, and of a root.
 
     If another user has taken that name, the daemon appends `.` and 16 random
     hexadecimal digits to it.
     """
-    return f"ckptd-{os.getuid()}-{root_digest(root)}"
+    return f"ckptd-{os.getuid() if uid is None else uid}-{root_digest(root)}"
 
 
 def private_socket(root: Location) -> Path:

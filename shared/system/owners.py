@@ -24,9 +24,9 @@ _SUFFIX = re.compile(r"[0-9a-f]{16}")
 _MOST_TRIES = 8
 
 
-def is_trusted(uid: int) -> bool:
-    """Return True if `uid` is the user of this process, or root."""
-    return uid in (os.geteuid(), 0)
+def is_trusted(uid: int, owner: int | None = None) -> bool:
+    """Return True if `uid` is the user of this process, root, or this `owner`."""
+    return uid in (os.geteuid(), 0, owner)
 
 
 def peer_of(connection: socket.socket) -> tuple[int, int]:
@@ -39,8 +39,9 @@ def peer_of(connection: socket.socket) -> tuple[int, int]:
     return pid, uid
 
 
-def check_peer(connection: socket.socket, path: Path) -> None:
-    """Check that the process that listens at `path` belongs to this user or to root.
+def check_peer(connection: socket.socket, path: Path, owner: int | None = None) -> None:
+    """Check that the process that listens at `path` belongs to this user, to root or to
+    this `owner`.
 
     Raises Forbidden if it does not.
 
@@ -48,7 +49,7 @@ def check_peer(connection: socket.socket, path: Path) -> None:
     SO_PEERCRED). systemd listens as root for the sockets that it passes to a daemon.
     """
     _, uid = peer_of(connection)
-    if not is_trusted(uid):
+    if not is_trusted(uid, owner):
         raise Forbidden(
             f"the process that listens at {path} belongs to uid {uid}, not to uid {os.geteuid()} "
             f"or root, and nothing was sent to it: "
@@ -56,18 +57,18 @@ def check_peer(connection: socket.socket, path: Path) -> None:
         )
 
 
-def check_socket(path: Path) -> None:
+def check_socket(path: Path, owner: int | None = None) -> None:
     """Check that no other user owns the socket at `path` or can replace it.
 
-    Raises Forbidden if one does. A missing socket passes.
+    owner: a user who may. Raises Forbidden if one does. A missing socket passes.
     """
     for place in dict.fromkeys((path, Path(os.path.realpath(path)))):
-        check_socket_directory(place)
+        check_socket_directory(place, owner)
         try:
             uid = os.lstat(place).st_uid
         except OSError:
             continue  # connecting to it will fail with a better message
-        if not is_trusted(uid):
+        if not is_trusted(uid, owner):
             raise Forbidden(
                 f"the socket {place} belongs to uid {uid}, not to uid {os.geteuid()} or root, and "
                 f"was not used: "
@@ -75,10 +76,10 @@ def check_socket(path: Path) -> None:
             )
 
 
-def check_socket_directory(path: Path) -> None:
+def check_socket_directory(path: Path, owner: int | None = None) -> None:
     """Check the directory of the socket `path`, with all links resolved.
 
-    Raises Forbidden if another user can replace the socket in it.
+    Raises Forbidden if another user than this `owner` can replace the socket in it.
 
     A missing directory passes.
     """
@@ -87,7 +88,7 @@ def check_socket_directory(path: Path) -> None:
         status = os.stat(directory)
     except OSError:
         return
-    if not is_trusted(status.st_uid):
+    if not is_trusted(status.st_uid, owner):
         raise Forbidden(
             f"{directory} belongs to uid {status.st_uid}, who could replace the socket "
             f"{path.name} in it: "

@@ -15,6 +15,8 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
+from ckptd.shared.system.descriptor import Descriptor
+
 if TYPE_CHECKING:  # a reader of files needs this module where there is no POSIX file system
     from ckptd.shared.system.fs import Buffer
 
@@ -230,7 +232,7 @@ class Storage(Protocol):
         created counts as its own.
         """
 
-    def serve(self, host: str) -> Closable:
+    def serve(self, host: str) -> Descriptor:
         """Prepare the root for a daemon of this host, and lock it until the result is
         closed.
 

@@ -53,22 +53,25 @@ def no_daemon(path: Path) -> NoDaemon:
 class Channel:
     """A connection on which the daemon has answered the greeting.
 
-    `welcome` is its answer, with the settings of the daemon.
+    `path` is the socket, and `welcome` the answer, with the settings of the daemon.
     """
 
-    def __init__(self, path: Path, timeout: float, *, later: float | None = None) -> None:
+    def __init__(
+        self, path: Path, timeout: float, *, later: float | None = None, owner: int | None = None
+    ) -> None:
         """Connect to the daemon's socket at `path`, and exchange the greeting.
 
         timeout: seconds to wait for the connection, and again for each send or receive
         of the greeting. later: the seconds for each send or receive after the greeting;
-        None waits for ever.
+        None waits for ever. owner: a user whose daemon is trusted, too.
 
         Raises Forbidden, before anything is sent, if the daemon belongs to a user other
-        than this one and root. Raises DaemonUnreachable if no daemon listens or
+        than this one, root and `owner`. Raises DaemonUnreachable if no daemon listens or
         answers, and ProtocolError if the answer breaks the protocol. If the daemon
         answers with an Error, raises the exception for it.
         """
-        check_socket(path)
+        self.path, self.owner = path, owner
+        check_socket(path, owner)
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
         self._session = s.Session(s.Role.AGENT)
         self._descriptors: deque[Descriptor] = deque()
@@ -79,7 +82,7 @@ class Channel:
         self._socket.settimeout(timeout)
         try:
             self._connect(path, timeout)
-            check_peer(self._socket, path)
+            check_peer(self._socket, path, owner)
             # A daemon that has no room sends an Error and closes, maybe before it can
             # get a Hello.
             with suppress(DaemonUnreachable):

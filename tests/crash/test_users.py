@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import subprocess
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -65,4 +66,41 @@ def test_locks_of_another_user_hide_no_checkpoint(python: str) -> None:
     try:
         assert users.attempt(case) == ""
     finally:
+        case.remove()
+
+
+def test_a_drain_of_the_daemon_of_another_user_asks_it_or_says_that_it_cannot(python: str) -> None:
+    """An epilog or a preStop hook runs as root, and must not take such a daemon for none."""
+    case = users.Case("drain", "-", 0o755, 23_458, python)
+    script = (
+        "import os, sys, time, torch; from ckptd.agent import snapshot\n"
+        "snapshot({'w': torch.ones(5)}, step=3, persist=False).wait('sealed')\n"
+        "print('sealed', flush=True); time.sleep(600)"
+    )
+    environment = {"HOME": str(case.home), "CKPTD_ROOT": str(case.root), "CKPTD_JOB": "gpt"}
+    trainer = subprocess.Popen(
+        [python, "-c", script], stdout=subprocess.PIPE, text=True, env=environment,
+        user=case.uid, group=case.uid, extra_groups=[],
+    )  # fmt: skip
+    try:
+        assert trainer.stdout is not None
+        assert trainer.stdout.readline() == "sealed\n"
+
+        def drained(uid: int, *arguments: str) -> tuple[int, str]:
+            done = subprocess.run(
+                [python, "-m", "ckptd.daemon", "drain", *arguments], capture_output=True, text=True,
+                env={}, user=uid, group=uid, extra_groups=[],
+            )  # fmt: skip
+            return done.returncode, done.stdout + done.stderr
+
+        code, said = drained(users.THIEF, str(case.root))
+        assert code == 12
+        assert f"uid {users.THIEF} may not look whether a daemon of uid {case.uid} serves" in said
+        assert drained(0)[0] != 0  # which names no root
+        code, said = drained(0, str(case.root))
+        assert (code, said.splitlines()[0]) == (0, "saved gpt/step-00000003.a0001")
+        assert (case.root / "gpt" / "step-00000003.a0001" / "manifest.json").exists()
+    finally:
+        trainer.kill()
+        trainer.communicate()
         case.remove()

@@ -10,7 +10,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -571,7 +571,7 @@ def test_a_private_daemon_that_never_listens_is_waited_for_until_the_deadline(
     monkeypatch.setattr(launch, "start_private", lambda root: None)
     monkeypatch.setattr(launch, "time", clock)
     with pytest.raises(
-        errors.DaemonUnreachable, match=f"^no daemon listens at {bare.parent / 'first'} on "
+        errors.DaemonUnreachable, match=f"^no daemon listens at .*none holds the lock of {bare}: "
     ):
         Place(answering.socket, bare, private=True).connect()
     assert sum(clock.slept) == pytest.approx(launch.CONNECT_SECONDS, abs=0.05)
@@ -648,20 +648,20 @@ def test_a_private_daemon_that_finds_another_at_its_root_is_no_error(
     assert start(FakeProcess(word=b"ready")) == ""
 
 
-def test_a_root_that_a_daemon_at_an_unknown_socket_serves_is_named_with_the_remedy(
-    daemon: Daemon, private: Home, monkeypatch: pytest.MonkeyPatch
+def test_a_daemon_at_another_socket_is_found_by_the_lock_of_its_root(
+    daemon: Daemon, bare: Path
 ) -> None:
-    monkeypatch.setattr(launch, "CONNECT_SECONDS", 0.5)
     root = Path(daemon.home.root)
-    with pytest.raises(errors.DaemonUnreachable) as refused:
-        Place(machine.private_socket(root), root, private=True).connect()
-    assert str(refused.value) == (
-        f"no private daemon can be started: another ckptd already serves {root}, under the host "
-        f"name {machine.host()}: use that one, or stop "
-        "it first; if it runs on another node, give each node a name of its own. If that daemon "
-        "runs on this node, set CKPTD_SOCKET to its "
-        "socket, which `ckptd ps` shows"
-    )
+    link = bare.with_name("link")
+    link.symlink_to(root)
+    for named in (root, link):
+        place = find_place(None, named)
+        assert (place.socket, place.private) == (daemon.home.socket, False)
+        with closing(place.connect()) as channel:
+            assert channel.welcome.root == str(root)
+    # A daemon that was restarted with another socket is found at the new one.
+    with closing(Place(bare.with_name("old"), root, private=False).connect()) as channel:
+        assert channel.path == daemon.home.socket
 
 
 @pytest.mark.parametrize(

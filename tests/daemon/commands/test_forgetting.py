@@ -265,14 +265,17 @@ def test_each_wrong_argument_gives_one_sentence(
         assert steps(place) == [1, 2]
 
 
-def test_forget_asks_for_the_socket_of_a_daemon_that_it_cannot_find(place: Home) -> None:
+def test_forget_finds_a_daemon_at_another_socket_by_the_lock_of_its_root(place: Home) -> None:
     with running(place, forked=True):
         train(place, [1, 2])
-        run = ckptd("forget", place.root / "gpt" / tag(1))
-        assert run.returncode == 11
-        assert "another ckptd already serves" in run.stderr
-        assert "name its socket with --socket PATH" in run.stderr
-        assert steps(place) == [1, 2]
+        run = ckptd("forget", place.root / "gpt" / tag(1), "--yes")
+        assert (run.returncode, steps(place)) == (0, [2]), run.stderr
+        (hint,) = place.root.glob(".ckptd/*/lock")
+        os.truncate(hint, 0)  # as of a daemon of an earlier version
+        run = ckptd("forget", place.root / "gpt" / tag(2), "--yes")
+        assert run.returncode == 14
+        assert "a daemon that has not told its socket" in run.stderr
+        assert steps(place) == [2]
 
 
 def test_a_named_socket_of_another_root_is_refused(place: Home, tmp_path: Path) -> None:

@@ -437,7 +437,7 @@ def test_an_error_that_comes_before_the_greeting_is_sent_is_raised(
         peer.socket.close()
         gone.set()
 
-    def check_slowly(peer: socket.socket, path: Path) -> None:
+    def check_slowly(peer: socket.socket, path: Path, owner: int | None) -> None:
         assert gone.wait(TIMEOUT)
 
     monkeypatch.setattr("ckptd.shared.wire.channel.check_peer", check_slowly)
