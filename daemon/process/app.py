@@ -22,7 +22,7 @@ from ckptd.daemon.config import Config
 from ckptd.daemon.memory import unsaved
 from ckptd.daemon.memory.unsaved import UnsavedSnapshot
 from ckptd.daemon.process import limits, notify
-from ckptd.daemon.process.listener import listen, listen_for_http
+from ckptd.daemon.process.listener import Door, listen_for_http
 from ckptd.daemon.process.server import Server
 from ckptd.daemon.process.service import Service
 from ckptd.daemon.process.vitals import Vitals
@@ -37,6 +37,10 @@ _START_SECONDS = 10.0
 """Seconds that a start goes on after SIGTERM. What an earlier daemon left in memory is
 then saved, if the storage answers.
 """
+
+
+_SOCKET_SECONDS = 1.0
+"""Between two looks whether the file of the socket is still there."""
 
 
 class App:
@@ -102,19 +106,17 @@ class App:
             locked=self._handle_signals,
             lost=self._lost_root,
         ) as parts:
-            listener, ours = listen(self._config.socket)
+            door = Door(self._config.socket, self._config.root)
             try:
                 telemetry.locked()
-                await parts.tell_socket(self._config.socket)
+                await parts.tell_socket(door.path)
                 self._serving = Serving(
                     parts, self._stop, self._started, self._ready_fd, self._lost_root, telemetry
                 )
-                await self._serving.run(listener, lambda: self._fatal is None)
+                await self._serving.run(door, lambda: self._fatal is None)
                 self.unsaved = self._serving.unsaved()
             finally:
-                listener.close()
-                if ours:
-                    self._config.socket.unlink(missing_ok=True)
+                door.close()
         if self.unsaved:
             log_events.MEMORY_UNSAVED.log(
                 log,
@@ -210,7 +212,8 @@ class Serving:
         self._telemetry = telemetry
         self.ready = False
         self._idle: asyncio.TimerHandle | None = None
-        self._server = Server(parts, Service(parts), self._vitals, self._descriptors())
+        self._service = Service(parts)
+        self._server = Server(parts, self._service, self._vitals, self._descriptors())
         native_code.warn_once(log)
         parts.events.on_changed.append(self.consider_leaving)
 
@@ -230,12 +233,13 @@ class Serving:
             log.warning("%s", warning)
         return plan
 
-    async def run(self, listener: socket.socket, may_save: Callable[[], bool]) -> None:
+    async def run(self, door: Door, may_save: Callable[[], bool]) -> None:
         """Serve until `stop` is set; then save what is owed, if `may_save` returns
         True.
         """
         config, parts = self._parts.config, self._parts
-        accepting = tasks.watched(self._server.serve(listener), "accepting connections")
+        self._accept(door)
+        keeping = tasks.watched(self._keep(door), "the watch over the socket")
         parts.orphans.watch()
         watching = tasks.watched(self._vitals.watch(), "the watchdog")
         self.ready = True
@@ -249,9 +253,9 @@ class Serving:
             os.close(self._ready_fd)
         log_events.DAEMON_READY.log(
             log, "ckptd %s ready in %.3f s: root %s, socket %s",
-            __version__, self._vitals.uptime, config.root, config.socket,
+            __version__, self._vitals.uptime, config.root, door.path,
             version=__version__, seconds=self._vitals.uptime,
-            root=str(config.root), socket=str(config.socket),
+            root=str(config.root), socket=str(door.path),
         )  # fmt: skip
         self.consider_leaving()
         await self._stop.wait()
@@ -263,12 +267,40 @@ class Serving:
             # Clients are served meanwhile: a request to begin is told that the daemon
             # stops.
             await parts.orphans.drain()
-        accepting.cancel()
+        keeping.cancel()
+        await asyncio.gather(keeping, return_exceptions=True)
+        self._accepting.cancel()
         if parts.uploader is not None:
             parts.uploader.stop()
         await self._server.close()
         watching.cancel()
-        await asyncio.gather(accepting, watching, return_exceptions=True)
+        await asyncio.gather(self._accepting, watching, return_exceptions=True)
+
+    def _accept(self, door: Door) -> None:
+        self._accepting = tasks.watched(self._server.serve(door.listener), "accepting connections")
+        self._service.socket = door.path
+
+    async def _keep(self, door: Door) -> None:
+        """Keep the daemon reachable while the file of its socket vanishes."""
+        problem = ""
+        while True:
+            await asyncio.sleep(_SOCKET_SECONDS)
+            before, old = door.path, door.listener
+            try:
+                if not door.mend():
+                    continue
+            except CkptdError as error:
+                if str(error) != problem:
+                    problem = str(error)
+                    log.error("the socket %s is gone, and no client can connect: %s", before, error)
+                continue
+            problem = ""
+            self._accepting.cancel()
+            await asyncio.gather(self._accepting, return_exceptions=True)
+            old.close()
+            self._accept(door)
+            await self._parts.tell_socket(door.path)
+            log.warning("the socket %s was gone; clients connect to %s now", before, door.path)
 
     def unsaved(self) -> list[UnsavedSnapshot]:
         """Return the snapshots that are in memory only at this moment."""

@@ -8,13 +8,16 @@ import errno
 import os
 import socket
 import stat
+from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
 from ckptd.daemon.http_address import HttpAddress
 from ckptd.daemon.process import notify
 from ckptd.shared.errors import Busy, CkptdError, InvalidConfig, StorageError
-from ckptd.shared.system.owners import check_socket_directory
+from ckptd.shared.location import Location
+from ckptd.shared.system import machine
+from ckptd.shared.system.owners import check_socket_directory, own_directory
 
 BACKLOG = 4096
 """Connections that may wait to be accepted. The kernel lowers the number to
@@ -36,6 +39,71 @@ def listen(path: Path) -> tuple[socket.socket, bool]:
     if passed is not None:
         return passed, False
     return _listen_at(path, "--socket"), True
+
+
+class Door:
+    """The socket that clients connect to: `listener` accepts them at `path`.
+
+    Its file may vanish while the daemon runs: the system removes the runtime directory of
+    a user at the last logout, and cleaners remove old files in /tmp. `mend` then listens
+    again. root: the root of the daemon, whose private socket is the way out if the
+    directory is gone.
+    """
+
+    def __init__(self, path: Path, root: Location) -> None:
+        """Raises what `listen` raises."""
+        self._named, self._root = path, root
+        self.listener, self._ours = listen(path)
+        self.path = Path(self.listener.getsockname())
+        self._status = _status(self.path)
+
+    def mend(self) -> bool:
+        """Listen again if the file of the socket is gone: where it was, or at the private
+        socket of the root if that directory is gone. Return to the first place once its
+        directory is back.
+
+        Return True if there is a new listener; the caller closes the old one. Raises
+        CkptdError if clients cannot connect, and no place for a socket is found.
+        """
+        here = _status(self.path) == self._status
+        if here and (not self._ours or os.path.lexists(self._named)):
+            return False
+        problem: CkptdError | None = None
+        for place in (self._named, *([] if here else self._others())):
+            try:
+                if place == self._named and not place.parent.is_dir():
+                    raise StorageError(f"{place.parent} is gone")
+                listener = _listen_at(place, "--socket")
+            except CkptdError as error:
+                problem = problem or error
+                continue
+            if here:
+                self.path.unlink(missing_ok=True)
+            self.listener, self.path, self._ours = listener, place, True
+            self._status = _status(place)
+            return True
+        if not here and problem is not None:
+            raise problem
+        return False
+
+    def _others(self) -> Iterator[Path]:
+        yield machine.private_socket(self._root)
+        name = machine.private_socket(self._root).name
+        yield own_directory(machine.plain_directory()) / name
+
+    def close(self) -> None:
+        """Close the socket, and remove its file if this daemon has made it."""
+        self.listener.close()
+        if self._ours and _status(self.path) == self._status:
+            self.path.unlink(missing_ok=True)
+
+
+def _status(path: Path) -> tuple[int, int] | None:
+    try:
+        found = os.lstat(path)
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
 
 
 def listen_for_http(address: HttpAddress) -> socket.socket:

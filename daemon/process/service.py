@@ -68,12 +68,13 @@ class Service:
     """The requests of clients and of the command line to a daemon.
 
     The engine handles the other requests, which are those of a rank about its own
-    snapshots.
+    snapshots. `socket` is where the daemon listens now.
     """
 
     def __init__(self, parts: Components) -> None:
         self._parts = parts
         self._instance = secrets.token_hex(16)
+        self.socket = parts.config.socket
         # Looks for checkpoints that were deleted by hand; never ends while the disk hangs.
         self._look: asyncio.Future[None] | None = None
 
@@ -376,7 +377,7 @@ class Service:
             "stage": None
             if parts.uploader is None
             else {"directory": str(config.stage), **parts.uploader.report()},
-            "socket": str(config.socket),
+            "socket": str(self.socket),
             "private": config.private,
             "log_file": str(config.log_file) if config.log_file else None,
             "history": str(machine.history_file(config.state_dir, config.root))

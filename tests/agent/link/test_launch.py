@@ -288,6 +288,19 @@ def test_a_root_that_a_link_leads_to_has_one_private_daemon(private: Home) -> No
     first.close()
 
 
+@pytest.mark.usefixtures("processes")
+def test_a_private_daemon_whose_socket_vanishes_serves_the_next_run(private: Home) -> None:
+    """As after the last logout of a user who trains in tmux."""
+    first = Agent("first")
+    pid = daemon_pid(private)
+    first.snapshot({"w": torch.ones(3)}, step=1, persist=False).wait("sealed", timeout=60)
+    machine.private_socket(private.root).unlink()
+    saves(private.root, "second")
+    assert daemon_pid(private) == pid
+    first.snapshot({"w": torch.ones(3)}, step=2).wait("durable", timeout=60)
+    first.close()
+
+
 @contextmanager
 def stranger(path: Path) -> Iterator[list[bytes]]:
     """Context manager.

@@ -6,14 +6,18 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import socket
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 import pytest
 
+from ckptd.agent.link.launch import find_place
+from ckptd.daemon.commands import neighbours
 from ckptd.daemon.http_address import HttpAddress
-from ckptd.daemon.process.listener import listen, listen_for_http
+from ckptd.daemon.process.listener import Door, listen, listen_for_http
 from ckptd.shared.errors import (
     Busy,
     DaemonUnreachable,
@@ -21,8 +25,9 @@ from ckptd.shared.errors import (
     InvalidConfig,
     StorageError,
 )
+from ckptd.shared.system import machine
 from ckptd.shared.wire.channel import Channel
-from tests.support.daemons import Daemon, Home
+from tests.support.daemons import Daemon, Home, until
 
 
 @pytest.fixture
@@ -186,3 +191,110 @@ def test_a_socket_for_metrics_is_replaced_only_if_nobody_listens(path: Path) -> 
     with pytest.raises(StorageError, match="was left alone; name another --http"):
         listen_for_http(HttpAddress(path=path))
     assert path.read_text() == "a thesis"
+
+
+# -- a socket whose file vanishes
+
+
+@pytest.fixture
+def door(path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Door]:
+    """A socket in a directory that the system may remove. /tmp/ckptd-UID is elsewhere."""
+    monkeypatch.setattr(machine, "plain_directory", lambda: path.parent / "plain")
+    monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
+    made = Door(path.parent / "runtime" / "s", path.parent / "root")
+    yield made
+    made.close()
+
+
+def connects(door: Door) -> bool:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client:
+        client.connect(str(door.path))
+        accepted, _ = door.listener.accept()
+        accepted.close()
+    return True
+
+
+def test_a_socket_that_is_in_its_place_is_left_alone(door: Door) -> None:
+    before = door.listener
+    assert not door.mend()
+    assert door.listener is before
+
+
+def test_a_socket_whose_file_was_removed_is_made_again(door: Door) -> None:
+    old, path = door.listener, door.path
+    path.unlink()
+    assert door.mend()
+    old.close()
+    assert door.path == path
+    assert connects(door)
+    assert not door.mend()
+
+
+def test_a_socket_whose_directory_is_gone_is_made_elsewhere_and_comes_back(door: Door) -> None:
+    old, path = door.listener, door.path
+    shutil.rmtree(path.parent)
+    assert door.mend()
+    old.close()
+    elsewhere = door.path
+    assert elsewhere == machine.private_socket(path.parent.parent / "root")
+    assert connects(door)
+    assert not path.parent.exists()  # it is not for the daemon to make it
+    assert not door.mend()
+    path.parent.mkdir(mode=0o700)
+    old = door.listener
+    assert door.mend()
+    old.close()
+    assert (door.path, elsewhere.exists()) == (path, False)
+    assert connects(door)
+
+
+def test_a_name_that_another_daemon_has_taken_meanwhile_is_left_to_it(door: Door) -> None:
+    old, path = door.listener, door.path
+    path.unlink()
+    other, _ = listen(path)
+    assert door.mend()
+    old.close()
+    assert door.path == machine.private_socket(path.parent.parent / "root")
+    assert not door.mend()
+    door.close()
+    assert path.exists()
+    other.close()
+
+
+def test_without_a_place_for_the_socket_the_error_says_so(
+    door: Door, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.rmtree(door.path.parent)
+    monkeypatch.setattr(Door, "_others", lambda self: iter(()))
+    with pytest.raises(StorageError, match="is gone"):
+        door.mend()
+
+
+def test_a_daemon_whose_socket_vanishes_is_found_by_its_root(daemon: Daemon) -> None:
+    home = daemon.home
+    home.socket.unlink()
+    until(home.socket.exists, "socket that was made again")
+    assert neighbours.of_root(home.root).pid == daemon.process.pid
+    home.socket.unlink()
+    home.socket.mkdir()  # so that the name cannot be used
+    try:
+        until(lambda: not isinstance(found(home), str), "daemon at another socket")
+        neighbour = found(home)
+        assert not isinstance(neighbour, str)
+        assert (neighbour.pid, neighbour.socket) == (
+            daemon.process.pid, str(machine.private_socket(home.root)),
+        )  # fmt: skip
+        assert neighbour.status is not None
+        assert neighbour.status["socket"] == neighbour.socket
+        with closing(find_place(None, home.root).connect()) as channel:
+            assert channel.welcome.root == str(home.root)
+    finally:
+        home.socket.rmdir()
+    until(home.socket.is_socket, "socket at its place")
+
+
+def found(home: Home) -> neighbours.Neighbour | str:
+    try:
+        return neighbours.of_root(home.root)
+    except DaemonUnreachable as error:
+        return str(error)
