@@ -270,7 +270,9 @@ def _composed(
     copies = PeerCopies(catalog, slots, steps, pipeline.run, read)
     orphans = Orphans(catalog, slots, steps, seals, copies, saver, events, config.memory_ttl)
     take_over = partial(recovery.take_over, claims, catalog, orphans)
-    foreign = ForeignMemoryKeeper(slots, str(config.root), config.foreign_memory, take_over)
+    foreign = ForeignMemoryKeeper(
+        slots, str(config.root), config.foreign_memory, take_over, catalog.newest_known
+    )
     beats = HeartbeatStore(root.repository.storage)
     heartbeats = Heartbeats(beats, claims.is_claimed)
     engine = Engine(

@@ -22,6 +22,7 @@ from ckptd.daemon.job.stored_checkpoint import StoredCheckpoint
 from ckptd.daemon.journal import records as r
 from ckptd.daemon.journal.journal import JournalBroken
 from ckptd.daemon.memory.foreign_memory import ForeignMemoryKeeper
+from ckptd.daemon.memory.moved_root import HeldElsewhere
 from ckptd.daemon.memory.slots import Slot, Slots
 from ckptd.daemon.root.claims import Claims
 from ckptd.daemon.root.storage_calls import StorageCalls
@@ -152,7 +153,7 @@ async def recover(
     slots: Slots,
     orphans: Orphans,
     foreign: ForeignMemoryKeeper,
-    gather: Callable[[], None],
+    gather: Callable[[], list[HeldElsewhere]],
 ) -> None:
     """Bring a starting daemon to the state in which it can serve clients.
 
@@ -168,7 +169,7 @@ async def recover(
     repository, calls = front.repository, front.calls
     journal, catalog = front.journal, front.catalog
     with storage_errors(f"use the root {repository.where()}"):
-        await calls.read("look for the memory of a root that was moved", gather)
+        foreign.elsewhere = await calls.read("look for the memory of a root that was moved", gather)
         slots.adopt()
         foreign.start()
         adopted = list(slots.slots.values())

@@ -77,6 +77,15 @@ def _of_daemon(status: Mapping[str, Any]) -> Iterator[Problem]:
     for one in status.get("refused", ()):
         name = f"job {one['job']}: " if one["job"] else ""
         yield Problem("refused", one["job"], name + one["message"])
+    for held in status.get("memory_elsewhere", ()):
+        yield Problem(
+            "memory",
+            held["job"],
+            f"job {held['job']}: step {held['step']} of attempt {held['attempt']} was saved for "
+            f"this root when it was at {held['root']}, whose daemon keeps it in memory now, and "
+            f"runs of this job are refused: run `ckptd stop {held['root']}` and `ckptd stop "
+            f"{status['root']}`, and start again",
+        )
 
 
 def _of_stage(stage: Mapping[str, Any]) -> Iterator[Problem]:

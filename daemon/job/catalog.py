@@ -585,3 +585,17 @@ class Catalog:
 
     def job(self, name: str) -> Job:
         return self.jobs.setdefault(name, Job(name))
+
+    def newest_known(self, name: str) -> Key:
+        """Return attempt and step of the newest snapshot of a job, in memory or on
+        storage, or (0, -1) if there is none.
+        """
+        job = self.jobs.get(name)
+        if job is None:
+            return 0, -1
+        held = job.newest_in_memory()
+        return max(
+            (0, -1) if held is None else held.key,
+            *((c.attempt, -1 if c.step is None else c.step) for c in job.durable_checkpoints()),
+            (0, -1),
+        )

@@ -14,6 +14,7 @@ import os
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 from ckptd.daemon import log_events
 from ckptd.daemon.memory.slots import ForeignSlot, Slot, Slots
@@ -103,9 +104,22 @@ def read_held(directory: Path) -> Iterator[HeldSnapshot]:
     yield from (newest[key] for key in sorted(newest))
 
 
+class Elsewhere(Protocol):
+    """A snapshot of this root that another daemon holds: `HeldElsewhere`."""
+
+    @property
+    def directory(self) -> Path: ...
+
+    @property
+    def held(self) -> HeldSnapshot: ...
+
+    def report(self) -> dict[str, object]: ...
+
+
 class ForeignMemoryKeeper:
     """The keeper of the snapshots in memory that were saved for other roots than this
-    one.
+    one, and of those of this root that another daemon holds, which are in `elsewhere`:
+    the root was moved, and that daemon serves another one at its former path.
 
     place: the path or the URL of this daemon's root. setting: the setting
     `foreign_memory` of the daemon. take_over: adopts slots while the daemon is running,
@@ -118,7 +132,13 @@ class ForeignMemoryKeeper:
         place: str,
         setting: str,
         take_over: Callable[[list[Slot]], Awaitable[None]],
+        newest: Callable[[str], tuple[int, int]] = lambda job: (0, -1),
     ) -> None:
+        """newest: returns attempt and step of the newest snapshot of a job that this
+        daemon has, in memory or on storage.
+        """
+        self.elsewhere: Sequence[Elsewhere] = ()
+        self._newest_known = newest
         self._slots = slots
         self._place = place
         self._setting = setting
@@ -128,6 +148,18 @@ class ForeignMemoryKeeper:
         """Return the newest foreign snapshot of each job, by the name of the job."""
         jobs = sorted({each.slot.header.job for each in self._slots.foreign.values()})
         return [found for job in jobs if (found := self._newest(self._of(job))) is not None]
+
+    def missed(self, job: str = "") -> list[Elsewhere]:
+        """Return the snapshots of this root, of one job or of all, that another daemon
+        still holds, and that are newer than all that this daemon has.
+        """
+        return [
+            one
+            for one in self.elsewhere
+            if job in ("", one.held.job)
+            and (one.held.attempt, one.held.step) > self._newest_known(one.held.job)
+            and one.held in read_held(one.directory)
+        ]
 
     def start(self) -> list[Slot]:
         """Apply the daemon's setting to the foreign slots that are in memory when it
@@ -153,14 +185,22 @@ class ForeignMemoryKeeper:
         """Keep, adopt or drop the foreign memory of a job before a run of the job begins.
 
         choice: the choice of the run, or "" for the daemon's setting. Raises
-        ForeignMemory if the choice is to refuse the memory, or to drop the memory of a
-        trainer that is alive.
+        ForeignMemory if another daemon holds a newer snapshot of the job, unless the choice
+        is to drop it, which leaves it where it is; if the choice is to refuse the memory,
+        or to drop the memory of a trainer that is alive.
         """
+        choice = choice if choice in FOREIGN_MEMORY_CHOICES else self._setting
+        if choice != "drop" and (missed := self.missed(job)):
+            place = missed[0].held.root.place
+            raise ForeignMemory(
+                f"{missed[0]}. Nothing was recovered, and nothing was written. Run `ckptd stop "
+                f"{place}` and `ckptd stop {self._place}`, and start again: the step is then "
+                f"recovered. To go on without it, set CKPTD_FOREIGN_MEMORY=drop for one run"
+            )
         mine = self._of(job)
         if not mine:
             return
         held = self._newest(mine)
-        choice = choice if choice in FOREIGN_MEMORY_CHOICES else self._setting
         if held is None:
             self._drop([each for each in mine if self._is_empty(each)])
         elif choice == "adopt":

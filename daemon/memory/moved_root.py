@@ -7,10 +7,12 @@ from __future__ import annotations
 import fcntl
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 
+from ckptd.daemon.memory.foreign_memory import HeldSnapshot, read_held
 from ckptd.daemon.memory.slots import Slots
 from ckptd.shared import names
 from ckptd.shared.errors import CkptdError, IntegrityError
@@ -22,7 +24,7 @@ from ckptd.shared.system.fs import READ, closing_at_end
 log = logging.getLogger("ckptd.slots")
 
 
-def gather(slots: Slots, root: Location, disks: Path | None) -> None:
+def gather(slots: Slots, root: Location, disks: Path | None) -> list[HeldElsewhere]:
     """Move the segments of this root from the directories of its former paths to those
     of `slots`.
 
@@ -30,20 +32,77 @@ def gather(slots: Slots, root: Location, disks: Path | None) -> None:
     daemon's `state_dir`, if segments may be on the disk. Segments that a daemon uses
     stay where they are, and so do those of a root that was copied and not moved. Any
     thread may call this before the slots are adopted.
+
+    Return the snapshots of this root that another daemon keeps from being moved.
     """
     assert slots.mark is not None
     moved: dict[str, bool] = {}
+    left: list[HeldElsewhere] = []
     for directory in _beside(slots.path.parent, slots.path):
-        _gather(directory, slots.mark, moved, root, lambda fd, name: slots.move_in(fd, name))
+        left += _gather(
+            directory, slots.mark, moved, root, lambda fd, name: slots.move_in(fd, name)
+        )
     if disks is not None:
         for directory in sorted(disks.glob("*/segments")):
-            _gather(
+            left += _gather(
                 directory,
                 slots.mark,
                 moved,
                 root,
                 lambda fd, name: slots.move_in(fd, name, on_disk=True),
             )
+    return left
+
+
+@dataclass(frozen=True, slots=True)
+class HeldElsewhere:
+    """A snapshot of this root in a directory of segments that belongs to a former path.
+
+    used: True if another daemon uses the directory.
+    """
+
+    directory: Path
+    held: HeldSnapshot
+    used: bool = True
+
+    def __str__(self) -> str:
+        held = self.held
+        user = ", which another daemon uses now" if self.used else ""
+        return (
+            f"step {held.step} of attempt {held.attempt} of job {held.job!r} is in memory only, "
+            f"saved for this root when it was at {held.root.place}, in {self.directory}{user}"
+        )
+
+    def report(self) -> dict[str, object]:
+        """Return the entry of this snapshot in `ckptd status --json`."""
+        return {**self.held.report(), "directory": str(self.directory)}
+
+
+def held_elsewhere(
+    directories: Iterable[Path], root: Location, identity: str
+) -> Iterator[HeldElsewhere]:
+    """Yield the newest sealed snapshot of each job that was saved for a root, by its
+    identity, when it was at another path. Changes nothing.
+    """
+    mark, moved = RootMark(identity, str(root)), dict[str, bool]()
+    for directory in directories:
+        for held in read_held(directory):
+            place = held.root.place
+            if held.root.identity == identity and _has_moved(place, mark, moved, root):
+                yield HeldElsewhere(directory, held, is_used(directory))
+
+
+def is_used(directory: Path) -> bool:
+    """Return True if a daemon has locked a directory of segments."""
+    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+    try:
+        with closing_at_end(os.open(directory, flags)) as fd:
+            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        pass  # there is none, or it belongs to another user
+    return False
 
 
 def _beside(shm_dir: Path, own: Path) -> list[Path]:
@@ -56,7 +115,10 @@ def _gather(
     moved: dict[str, bool],
     root: Location,
     move: Callable[[int, str], None],
-) -> None:
+) -> list[HeldElsewhere]:
+    """Move the segments of this root out of a directory. Return the snapshots that stay
+    there, because another daemon uses the directory.
+    """
     try:
         with _opened(directory) as fd:
             found = [
@@ -65,7 +127,7 @@ def _gather(
                 if place != mark.place and _has_moved(place, mark, moved, root)
             ]
             if not found:
-                return
+                return []
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             for name, place in found:
                 move(fd, name)
@@ -83,8 +145,10 @@ def _gather(
             "directory",
             directory,
         )
+        return list(held_elsewhere([directory], root, mark.identity))
     except OSError as error:
         log.debug("%s is passed over: %s", directory, error)
+    return []
 
 
 @contextmanager

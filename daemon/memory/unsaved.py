@@ -9,7 +9,6 @@ saved.
 
 from __future__ import annotations
 
-import fcntl
 import os
 import threading
 from collections import defaultdict
@@ -21,6 +20,7 @@ from typing import Any
 
 from ckptd.daemon.job.catalog import Catalog
 from ckptd.daemon.job.snapshot import Key
+from ckptd.daemon.memory import moved_root
 from ckptd.daemon.memory.slots import Slots
 from ckptd.shared import names
 from ckptd.shared.errors import Busy, CkptdError, IntegrityError, NotFound, StorageError
@@ -32,7 +32,7 @@ from ckptd.shared.formats.segment import (
     this_boot,
 )
 from ckptd.shared.location import Location, located
-from ckptd.shared.storage.locate import existing_root
+from ckptd.shared.storage.locate import existing_root, open_root
 from ckptd.shared.storage.repository import Repository
 from ckptd.shared.system import machine, root_lock
 from ckptd.shared.system.fs import closing_at_end
@@ -190,6 +190,8 @@ def without_a_daemon(
         unsaved = list(_not_saved(name, whole, everything=shared, places=places, seconds=seconds))
         if unsaved:
             found.setdefault(place, []).extend(unsaved)
+    if root is not None and (moved := list(_elsewhere(shm_dir, state_dir, root, seconds))):
+        found.setdefault(str(root), []).extend(moved)
     return found
 
 
@@ -216,7 +218,7 @@ def _of_roots(shm_dir: Path, state_dir: Path, root: Location | None) -> Iterator
     for directory in found:
         if directory.is_symlink():  # which no daemon has made
             continue
-        if not _is_used(directory):
+        if not moved_root.is_used(directory):
             yield directory
         elif root is None and (other := directory.stat().st_uid) not in (0, uid):
             raise Busy(
@@ -229,17 +231,31 @@ def _of_roots(shm_dir: Path, state_dir: Path, root: Location | None) -> Iterator
             )
 
 
-def _is_used(directory: Path) -> bool:
-    """Return True if a daemon has locked a directory of segments."""
-    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+def _elsewhere(
+    shm_dir: Path, state_dir: Path, root: Location, seconds: float | None
+) -> Iterator[UnsavedSnapshot]:
+    """Yield the snapshots of a root that are in memory only, and in the directory of a path
+    where the root was before. A daemon may use that directory for another root.
+    """
     try:
-        with closing_at_end(os.open(directory, flags)) as fd:
-            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:
-        pass  # there is none, or it belongs to another user
-    return False
+        identity = open_root(root).known_identity()
+    except (CkptdError, OSError):
+        return  # the caller tells that the root cannot be read
+    own = machine.segment_directory(root)
+    directories = [
+        *(d for d in sorted(shm_dir.glob(f"ckptd-{os.getuid()}-*")) if not d.name.startswith(own)),
+        *sorted((state_dir / machine.host()).glob("*/segments")),
+    ]
+    for found in moved_root.held_elsewhere(directories, root, identity) if identity else ():
+        held = found.held
+        key = held.attempt, held.step
+        wait = STORAGE_SECONDS if seconds is None else seconds
+        saved, problem = _saved([str(root)], held.job, [key], wait)
+        if key not in saved:
+            why = f"it was saved for this root when that was at {held.root.place}"
+            if found.used:
+                why += f", whose daemon uses it now: `ckptd stop {held.root.place}` stops that one"
+            yield UnsavedSnapshot(held.job, *key, (str(found.directory),), problem or why)
 
 
 def _not_saved(

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from ckptd.daemon import log_events
 from ckptd.daemon.composition import Components
@@ -18,6 +18,7 @@ from ckptd.daemon.job import dues, stage_decisions
 from ckptd.daemon.job.catalog import Job
 from ckptd.daemon.job.dues import Debt, SnapshotDebt, UploadDebt, UploadProgress
 from ckptd.daemon.job.snapshot import Snapshot
+from ckptd.shared import names
 from ckptd.shared.errors import NotFound
 from ckptd.shared.units import count_text, some_text
 from ckptd.shared.wire.lifecycle import SnapshotState
@@ -74,7 +75,22 @@ class DrainUnderWay:
             if loop.time() >= until or all(debt.is_hopeless(uploads) for debt in debts):
                 break
             await asyncio.sleep(min(LOOK_SECONDS, until - loop.time()))
-        return self._told([debt.due(self._uploads()) for debt in debts], loop.time() - begun)
+        left = [debt.due(self._uploads()) for debt in debts]
+        return self._told([*left, *self._elsewhere()], loop.time() - begun)
+
+    def _elsewhere(self) -> Iterator[Due]:
+        """Yield the snapshots of this root that another daemon holds."""
+        for found in self._parts.foreign.missed(self._job):
+            held = found.held
+            tag = names.tag_directory(held.step, None, held.attempt)
+            reason = (
+                f"the daemon of {held.root.place}, where this root was, keeps it in memory: stop "
+                f"both daemons, and start this one again"
+            )
+            yield Due(
+                job=held.job, attempt=held.attempt, step=held.step, tag=tag, state=dues.FAILED,
+                reason=reason[: dues.MOST_TEXT],
+            )  # fmt: skip
 
     def _jobs(self) -> list[Job]:
         jobs = self._parts.catalog.jobs

@@ -374,6 +374,7 @@ class Service:
             "identity": parts.identity,
             "foreign_memory": [held.report() for held in parts.foreign.held()],
             "refused": [one.report() for one in vitals.refusals.lasting(time.monotonic())],
+            "memory_elsewhere": [found.report() for found in parts.foreign.missed()],
             "stage": None
             if parts.uploader is None
             else {"directory": str(config.stage), **parts.uploader.report()},

@@ -10,16 +10,20 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 
 from ckptd.agent import Agent
 from ckptd.daemon.memory.moved_root import gather
 from ckptd.daemon.memory.slots import Slots
 from ckptd.shared import names
+from ckptd.shared.errors import ForeignMemory
 from ckptd.shared.formats.segment import RootMark, SegmentHeader
 from ckptd.shared.system import machine
 from ckptd.shared.system.fs import PosixFileSystem
-from tests.support.daemons import Home, running
+from tests.support.commands import ckptd
+from tests.support.daemons import Home, home, running
 from tests.support.replaced_roots import LAST, goes_on, recovered_by, train_and_die
+from tests.support.trainers import vanish
 
 
 @pytest.mark.usefixtures("processes")
@@ -37,6 +41,45 @@ def test_a_root_that_was_moved_finds_its_memory(place: Home) -> None:
         assert recovered_by(agent) == (LAST, "memory")
         goes_on(agent, place, LAST + 1)
     assert not former.exists()
+
+
+@pytest.mark.usefixtures("processes")
+def test_a_step_that_the_daemon_of_the_former_path_holds_is_never_passed_over(place: Home) -> None:
+    """A trainer goes on at the former path, and has begun a new root there."""
+    with running(place, forked=True) as daemon:
+        agent = Agent("job", socket=place.socket)
+        agent.snapshot({"w": torch.ones(9)}, step=1).wait("durable", timeout=60)
+        agent.snapshot({"w": torch.ones(9)}, step=2, persist=False).wait("sealed", timeout=60)
+        daemon.kill()
+        vanish(agent)
+    with home() as moved:
+        moved.root = place.path / "moved"
+        place.root.rename(moved.root)
+        with running(place, forked=True) as former:
+            told = ckptd("drain", moved.root)
+            assert told.returncode == 1
+            assert "NOT SAVED: step 2 of job job" in told.stdout
+            assert f"ckptd stop {place.root}" in told.stdout
+            with running(moved, forked=True) as daemon:
+                with pytest.raises(ForeignMemory, match="step 2 of attempt 1 .* another daemon"):
+                    Agent("job", socket=moved.socket)
+                checked = ckptd("status", "--check", moved.root)
+                assert checked.returncode == 1
+                assert "job job: step 2 of attempt 1 was saved for this root when it was at " in (
+                    checked.stdout
+                )
+                drained = ckptd("drain", moved.root)
+                assert drained.returncode == 1
+                assert f"the daemon of {place.root}, where this root was" in drained.stdout
+                assert Agent("other", socket=moved.socket).recover({"w": torch.ones(1)}) is None
+                assert former.stop() == 0
+                daemon.stop()
+            with running(moved, forked=True):
+                agent = Agent("job", socket=moved.socket)
+                found = agent.recover({"w": torch.zeros(9)})
+                assert found is not None
+                assert (found.step, found.source) == (2, "memory")
+                agent.close()
 
 
 @pytest.mark.usefixtures("processes")
