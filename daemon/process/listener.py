@@ -79,7 +79,8 @@ class Door:
                 continue
             if here:
                 self.path.unlink(missing_ok=True)
-            self.listener, self.path, self._ours = listener, place, True
+            self.listener, self.path = listener, place
+            self._ours = True
             self._status = _status(place)
             return True
         if not here and problem is not None:

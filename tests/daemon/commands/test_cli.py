@@ -89,7 +89,12 @@ def test_the_environment_names_the_root_of_status_and_of_ls(full: Daemon, tmp_pa
         with running(other, forked=True):
             rows = json.loads(ckptd("ls", "--json", environment=environment).stdout)
             assert [row["tag"] for row in rows] == ["step-00000001.a0001", "step-00000002.a0001"]
-            missing = ckptd("status", environment=environment)
+            # A daemon at a socket that is not a usual one is found by the lock of its root.
+            found = json.loads(ckptd("status", "--json", environment=environment).stdout)
+            assert found["socket"] == str(full.home.socket)
+            copy = tmp_path / "copy"
+            shutil.copytree(root, copy)
+            missing = ckptd("status", environment={**environment, "CKPTD_ROOT": str(copy)})
             assert missing.returncode == 14
             assert "gpt  2            step-00000002.a0001  " in missing.stdout
             only = {"XDG_RUNTIME_DIR": str(runtime)}
