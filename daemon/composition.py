@@ -50,13 +50,15 @@ from ckptd.shared.errors import StorageError, storage_errors
 from ckptd.shared.formats.segment import RootMark, SegmentHeader
 from ckptd.shared.location import Location
 from ckptd.shared.storage.heartbeat_store import HeartbeatStore
-from ckptd.shared.storage.locate import open_root
+from ckptd.shared.storage.locate import check_new_root, open_root
 from ckptd.shared.storage.repository import Repository
 from ckptd.shared.system import machine
 from ckptd.shared.system.descriptor import Descriptor
 from ckptd.shared.system.failpoints import failpoint
 from ckptd.shared.system.fs import FileSystem
 from ckptd.shared.system.root_lock import write_hint
+
+log = logging.getLogger("ckptd.daemon")
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +135,9 @@ async def opened(
     StorageError, InvalidConfig, NewerFormat.
     """
     with ExitStack() as held:
+        for place in (config.root, config.stage):
+            if place is not None and (inside := check_new_root(place)):
+                log.warning("%s", inside)
         root = open_root(config.root, fs)
         repository = root if config.stage is None else open_root(config.stage, fs)
         lock = repository.storage.serve(machine.host())

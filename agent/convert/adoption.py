@@ -31,7 +31,7 @@ from ckptd.shared.errors import (
 )
 from ckptd.shared.location import Location, Url, is_same, located
 from ckptd.shared.names import check_name, check_user_tag, tag_directory
-from ckptd.shared.storage.locate import is_root
+from ckptd.shared.storage.locate import check_new_root, is_root
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,8 +138,8 @@ def adopt(
 
 
 def _check_job(root: Location, job: str) -> None:
-    """Raise InvalidRequest if root/job is a root itself, or lies inside a job of
-    another root.
+    """Raise InvalidRequest if root/job is a root itself, or if the root would be made
+    in another one.
     """
     if is_root(root / job):
         raise InvalidRequest(
@@ -147,9 +147,10 @@ def _check_job(root: Location, job: str) -> None:
         )
     if is_root(root.parent) and not is_root(root):
         raise InvalidRequest(
-            f"{root.parent} is a root, and {root} is the place of a job in it: name that job, and "
-            f"a tag with `tag`"
+            f"{root} lies in the root {root.parent}: did you mean the root {root.parent}, with "
+            f"{root.name!r} as the job, and its tag with `tag`?"
         )
+    check_new_root(root)
 
 
 def _check_idle(job: str, root: Location) -> None:

@@ -20,6 +20,7 @@ from pathlib import Path
 
 from ckptd.shared.errors import Busy, CkptdError, DaemonUnreachable, Forbidden, InvalidRequest
 from ckptd.shared.location import Location, is_same, located
+from ckptd.shared.storage.locate import check_new_root
 from ckptd.shared.system import machine, owners, settings
 from ckptd.shared.wire import root_daemon
 from ckptd.shared.wire.channel import Channel, NoDaemon, no_daemon
@@ -208,11 +209,17 @@ def _serves(socket: Path, root: Location | None) -> bool:
 
 def _connect_private(root: Location) -> Channel:
     """Connect to the private daemon of `root`, and start it first if it does not
-    answer. Raises DaemonUnreachable, Forbidden.
+    answer.
+
+    Raises DaemonUnreachable, Forbidden, and InvalidRequest if a root would be made in
+    another one.
     """
     try:
         return _connect_to_any(root)
     except DaemonUnreachable:
+        if (inside := check_new_root(root)) and inside not in _warned:
+            _warned.add(inside)
+            log.warning("%s", inside)
         refused = start_private(root)
     deadline = time.monotonic() + CONNECT_SECONDS
     again = time.monotonic() + _AGAIN_SECONDS

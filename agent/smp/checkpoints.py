@@ -54,8 +54,8 @@ def save_checkpoint(
 ) -> Pending:
     """Save a model, an optimizer and the caller's own content. All ranks call this.
 
-    path: a directory, which becomes the root of a daemon, unless it lies below the root
-        of a daemon of this node.
+    path: a directory, which becomes the root of a daemon, unless it lies below a
+        root.
     tag: a name, such as "total_steps1000".
     partial: True copies the state and returns. The daemon saves it, replicas once, and
         it can be resumed on any number of ranks. False also writes `<path>/<tag>.pt`

@@ -41,8 +41,7 @@ def save(obj: Any, f: str | os.PathLike[str], partial: bool = True) -> Pending:
     """Save an object, such as a state dict. All ranks call this.
 
     obj: of this rank: containers, tensors and values as for `Agent.snapshot`. f:
-        DIR/NAME; DIR becomes the root of a daemon, unless it lies below the root of
-        one.
+        DIR/NAME; DIR becomes the root of a daemon, unless it lies below a root.
     partial: True copies the object of each rank and returns, and the daemon saves the
         copies as a checkpoint of the job "objects" in DIR. Sharded tensors (DTensor,
         ShardedTensor) are saved by their shards, each once. Everything else is saved

@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 
 from ckptd.agent.agent import Agent
-from ckptd.agent.link.launch import find_place
 from ckptd.agent.pending import Pending
 from ckptd.agent.state.naming import find
 from ckptd.shared import names
@@ -52,12 +51,10 @@ def job_place(where: Path, kind: str, *, ask: bool = False) -> JobPlace:
 
     `kind`: "partial" or "objects".
 
-    A directory is a root of its own, with a job for each kind. If it lies below the
-    root of a daemon of this node, it is no root, and the jobs are in the root above:
-    those of `/ckpts/run` are `run..partial` and `run..objects` in `/ckpts`. ask: look
-    for such a daemon, because nothing may have been saved there yet.
-
-    Raises the errors of a connection to a daemon that the environment names.
+    A directory is a root of its own, with a job for each kind. If it lies below a root,
+    it is none, and the jobs are in the root above: those of `/ckpts/run` are
+    `run..partial` and `run..objects` in `/ckpts`. ask: nothing may have been saved there
+    yet.
     """
     own = JobPlace(where, kind)
     if is_root(where):
@@ -72,21 +69,7 @@ def job_place(where: Path, kind: str, *, ask: bool = False) -> JobPlace:
     except InvalidName:
         return own
     above = JobPlace(root, job)
-    return above if above.path.is_dir() or (ask and _is_served(root)) else own
-
-
-def _is_served(root: Path) -> bool:
-    """Return True if the daemon of the node that this process would use serves the
-    root. A private daemon does not count.
-    """
-    place = find_place(None, root)
-    if place.private:
-        return False
-    try:
-        place.connect().close()
-    except InvalidRequest:  # it serves another root
-        return False
-    return True
+    return above if above.path.is_dir() or ask else own
 
 
 @dataclass(slots=True)

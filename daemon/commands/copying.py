@@ -28,6 +28,7 @@ from ckptd.shared.formats.manifest import Manifest
 from ckptd.shared.location import Location
 from ckptd.shared.storage.choice import Named
 from ckptd.shared.storage.locate import (
+    check_new_root,
     existing_root,
     find_job_or_checkpoint,
     is_root,
@@ -57,10 +58,8 @@ class Copier:
                 f"{source} lies in {destination} already: name another root to copy to"
             )
         repository, wanted = _named(source)
-        if is_root(destination.parent) and not is_root(destination):
-            raise InvalidRequest(
-                f"{destination} is a job of the root {destination.parent}: name a root"
-            )
+        if inside := check_new_root(destination):
+            click.echo(f"ckptd: {inside}", err=True)
         self._to, self._destination = open_root(destination), destination
         self._transfer = (WholeCopier if whole else CheckpointCopier)(repository, self._to)
         self.todo = [self._transfer.planned(job, tag) for job, tag in wanted]

@@ -22,6 +22,7 @@ from ckptd.shared.errors import (
     AlreadyExists,
     IntegrityError,
     InvalidConfig,
+    InvalidRequest,
     NotFound,
     RemoteError,
     StorageError,
@@ -89,6 +90,49 @@ def is_root(place: Location) -> bool:
     if isinstance(place, Path):
         return (place / names.CONTROL).is_dir()
     return object_storage(place).exists(f"{names.CONTROL}/{names.IDENTITY}")
+
+
+def check_new_root(place: Location) -> str:
+    """Raise InvalidRequest, with the root that was probably meant, if a root cannot be
+    made at a place because it lies in another root, a job or a checkpoint.
+
+    Return that sentence, or "", if the place is a root already. A root in a root hides
+    the checkpoints of the outer one: a job in it finds nothing to recover.
+    """
+    place = place.resolve()
+    try:
+        meant_root, job = _root_around(place)
+    except (OSError, StorageError):  # it may not be read, as a part of a bucket
+        return ""
+    if meant_root is None:
+        return ""
+    sentence = (
+        f"{place} lies in {f'job {job!r} of ' if job else ''}the root {meant_root}, and a root in "
+        f"a root would not have its checkpoints: did you mean the root {meant_root}"
+        f"{f', with the job {job!r}' if job else ''}?"
+    )
+    if not is_root(place):
+        raise InvalidRequest(sentence)
+    return sentence
+
+
+def _root_around(place: Location) -> tuple[Location | None, str]:
+    """Return the root that a place lies in, and the job there or "".
+
+    A copy of a root may have jobs, and nothing that says that it is a root.
+    """
+    for above in place.parents:
+        if is_root(above):
+            job = place.parts[len(above.parts)]
+            return above, job if tags_of(open_root(above), job) else ""
+    if holds(place, names.MANIFEST) and names.parse_tag_directory(place.name):
+        return place.parent.parent, place.parent.name
+    repository = open_root(place.parent)
+    if is_prefix(place) and any(
+        repository.has_manifest(place.name, tag) for tag in tags_of(repository, place.name)
+    ):
+        return place.parent, place.name
+    return None, ""
 
 
 def is_prefix(place: Location) -> bool:

@@ -209,8 +209,8 @@ def test_a_place_that_is_no_job_is_refused(tmp_path: Path, job: Path) -> None:
         adopt(tmp_path / "source", job.parent.parent, job.parent.name)
     with pytest.raises(
         InvalidRequest,
-        match="root is a root, and .*job-[0-9]+ is the place of a job in it: name that job, and "
-        "a tag with `tag`$",
+        match=r"job-[0-9]+ lies in the root .*root: did you mean the root .*root, with "
+        r"'job-[0-9]+' as the job, and its tag with `tag`\?$",
     ):
         adopt(tmp_path / "source", job, "base")
     assert not job.exists()

@@ -23,7 +23,7 @@ from click.testing import CliRunner
 
 from ckptd.agent import Agent, Checkpoint, StorageWriter
 from ckptd.daemon.commands import cli, neighbours, report
-from ckptd.shared.errors import IntegrityError, NotFound
+from ckptd.shared.errors import IntegrityError, InvalidRequest, NotFound
 from ckptd.shared.formats.binary import ALIGN
 from ckptd.shared.formats.manifest import Manifest
 from ckptd.shared.storage.locate import open_root
@@ -31,6 +31,7 @@ from ckptd.shared.system import machine
 from tests.support.cases import each_case
 from tests.support.commands import ckptd, forked, started
 from tests.support.daemons import Daemon, Home, home, running, until
+from tests.support.forged import forge
 from tests.support.trainers import vanish
 
 
@@ -592,3 +593,38 @@ def test_the_shell_is_offered_the_jobs_of_the_configured_root(
 def test_every_mistake_of_usage_has_the_exit_code_2(trained: Daemon, typed: list[str]) -> None:
     told = ckptd(*[each.format(root=trained.home.root) for each in typed])
     assert (told.returncode, told.stdout, "Traceback" in told.stderr) == (2, "", False)
+
+
+@pytest.mark.usefixtures("processes")
+@pytest.mark.parametrize("place", ["gpt", "gpt/step-00000001.a0001", "sub", "sub/deeper"])
+def test_a_path_one_level_off_is_answered_with_the_root_that_is_meant(
+    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every verb and variable that would make a root there."""
+    root = Path(os.path.realpath(tmp_path)) / "root"
+    forge(root, (1,), [[((0,), (1,))]])
+    (root / ".ckptd").mkdir()
+    forge(tmp_path / "other", (1,), [[((0,), (1,))]], step=2)
+    off, other = root / place, tmp_path / "other" / "gpt"
+    before = sorted(root.rglob("*"))
+    runtime = {"XDG_RUNTIME_DIR": str(tmp_path), "CKPTD_STATE_DIR": str(tmp_path / "state")}
+    runs = {
+        "run --root": forked("run", "--root", off, environment=runtime),
+        "run with CKPTD_ROOT": forked("run", environment={**runtime, "CKPTD_ROOT": str(off)}),
+        "copy": ckptd("copy", other, off),
+        "copy of the root": ckptd("copy", root, off),
+        "adopt": ckptd("adopt", other, off / "new", environment=runtime),
+    }
+    told = {name: done.stderr for name, done in runs.items()}
+    assert {name: done.returncode for name, done in runs.items()} == dict.fromkeys(runs, 2), told
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    for variable, argument in ((None, off), (off, None)):
+        if variable is not None:
+            monkeypatch.setenv("CKPTD_ROOT", str(variable))
+        with pytest.raises(InvalidRequest) as caught:
+            Agent("new", root=argument)
+        told[f"Agent with {'root=' if argument else 'CKPTD_ROOT'}"] = str(caught.value)
+    meant = f"did you mean the root {root}"
+    assert {name: meant in text for name, text in told.items()} == dict.fromkeys(told, True), told
+    assert sorted(root.rglob("*")) == before
+    assert ckptd("ls", root / "gpt").returncode == 0, "readers always read"

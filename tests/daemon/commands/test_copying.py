@@ -264,9 +264,7 @@ def test_what_cannot_be_copied_is_refused(own: Path, tmp_path: Path) -> None:
 
 
 def test_a_job_is_no_destination(own: Path, saved: Home) -> None:
-    with pytest.raises(
-        InvalidRequest, match=f"{own / 'gpt'} is a job of the root {own}: name a root"
-    ):
+    with pytest.raises(InvalidRequest, match=f"did you mean the root {own}, with the job 'gpt'"):
         Copier(saved.root, own / "gpt")
 
 

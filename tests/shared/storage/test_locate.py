@@ -4,17 +4,20 @@ checkpoint, or nothing, with the reason.
 
 from __future__ import annotations
 
+import os
 import shutil
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from ckptd.shared.errors import NotFound
+from ckptd.shared.errors import InvalidRequest, NotFound
 from ckptd.shared.location import Url
 from ckptd.shared.storage import locate
 from ckptd.shared.storage.locate import (
     attempts_of,
+    check_new_root,
     find_checkpoint,
     find_job_or_checkpoint,
     job_and_tag,
@@ -26,6 +29,55 @@ from ckptd.shared.storage.standalone import StandaloneDirectory
 from tests.shared.samples import TAG, write_checkpoint
 from tests.support.cases import each_case
 from tests.support.forged import forge
+
+
+@each_case(
+    ("place", "control", "meant_root"),
+    [
+        ("{root}/gpt", True, "{root}, with the job 'gpt'"),
+        ("{root}/gpt", False, "{root}, with the job 'gpt'"),
+        ("{root}/gpt/step-00000001.a0001", True, "{root}, with the job 'gpt'"),
+        ("{root}/gpt/step-00000001.a0001", False, "{root}, with the job 'gpt'"),
+        ("{root}/sub", True, "{root}"),
+        ("{root}/sub/deeper", True, "{root}"),
+        ("{link}/sub", True, "{root}"),
+        ("{root}/sub", False, ""),
+        ("{root}", True, ""),
+        ("{root}-2", True, ""),
+    ],
+)
+def test_a_root_is_not_made_in_a_root(
+    place: str, control: bool, meant_root: str, tmp_path: Path
+) -> None:
+    root, link = Path(os.path.realpath(tmp_path)) / "root", tmp_path / "link"
+    forge(root, (1,), [[((0,), (1,))]])
+    link.symlink_to(root)
+    if control:
+        (root / ".ckptd").mkdir()
+    there = Path(place.format(root=root, link=link))
+    wanted = f"did you mean the root {meant_root.format(root=root)}?" if meant_root else ""
+    with pytest.raises(InvalidRequest) if meant_root else nullcontext() as caught:
+        check_new_root(there)
+    assert (str(caught.value) if caught else "").endswith(wanted)
+    (there / ".ckptd").mkdir(parents=True, exist_ok=True)
+    told = check_new_root(there)
+    assert told.endswith(wanted), "one that exists is only told of"
+    assert bool(told) is bool(wanted)
+
+
+def test_a_prefix_of_a_bucket_may_not_lie_in_a_root(monkeypatch: pytest.MonkeyPatch) -> None:
+    root = Url("s3", "bucket", ("ckpts",))
+    monkeypatch.setattr(locate, "is_root", lambda place: place == root)
+    monkeypatch.setattr(locate, "open_root", lambda place: place)
+    monkeypatch.setattr(locate, "tags_of", lambda place, job: ["step"] if job == "gpt" else [])
+    with pytest.raises(InvalidRequest, match=r"did you mean the root s3://bucket/ckpts, with the"):
+        check_new_root(root / "gpt")
+
+    def refused(place: Url) -> bool:
+        raise PermissionError(13, "no access to the rest of the bucket")
+
+    monkeypatch.setattr(locate, "is_root", refused)
+    assert check_new_root(root / "gpt") == ""
 
 
 def test_a_path_names_the_highest_attempt_of_its_tag(tmp_path: Path) -> None:
