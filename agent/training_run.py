@@ -135,13 +135,16 @@ def check_one_model(given: Agent | None, model: Module | None) -> None:
 class Training:
     """The run of a training loop, made by `training`.
 
-    recovered: the snapshot that was recovered, or None at the very first start.
-    pending: the `Pending` of the last snapshot, or None. metrics: numbers of this step by
-    name, which are saved if a snapshot is taken after it.
+    recovered: the snapshot that was recovered, or None at the very first start. step: the
+    step that runs, or the last one that has run or was recovered, or -1 before the first.
+    It has a value behind the loop even if no step was left, when the variable of the
+    loop has none. pending: the `Pending` of the last snapshot, or None. metrics: numbers
+    of this step by name, which are saved if a snapshot is taken after it.
     """
 
     def __init__(self, state: Any, schedule: Schedule, **options: Any) -> None:
         self.recovered: Recovered | None = None
+        self.step = -1
         self.pending: Pending | None = None
         self.metrics: dict[str, float] = {}
         self._state, self._schedule = state, schedule
@@ -172,7 +175,8 @@ class Training:
                     f"the checkpoint {self.recovered.tag} has no step, from which the training "
                     f"could go on: recover it with ckptd.recover(), and count the steps yourself"
                 )
-            self._next = self.recovered.step + 1
+            self.step = self.recovered.step
+            self._next = self.step + 1
         ranks = link_of(agent).ranks
         if isinstance(ranks, Exchange):
             self._ranks = _StopStep(ranks.new_client(), f"{agent.job}/stop/{agent.attempt}")
@@ -254,6 +258,7 @@ class Training:
         while self._next < total:
             if self._handler is not None:  # on the main thread
                 self._workers.watch()
+            self.step = self._next
             yield self._next
             step, self._next = self._next, self._next + 1
             ends = self._ends_at(step)

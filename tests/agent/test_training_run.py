@@ -101,9 +101,9 @@ def test_steps_are_saved_when_due_and_at_the_end(agent: Agent, daemon: Daemon) -
     state = state_of(0.0)
     taken = []
     with training(state, every=4, agent=agent) as run:
-        assert run.recovered is None
+        assert (run.recovered, run.step) == (None, -1)
         for step in run.steps(10):
-            assert run.next_step == step
+            assert run.next_step == run.step == step
             state["w"].fill_(step)
             run.metrics = {"loss": float(step)}
             taken.append(run.pending and run.pending.step)
@@ -125,7 +125,9 @@ def test_a_run_that_is_finished_says_so(
     with training(state, every=100, agent=later) as run:
         assert list(run.steps(5)) == []
         assert caplog.messages == ["nothing is left to do: step 4 of 5 is saved"]
+        assert run.step == 4, "the loop has no variable"
         assert list(run.steps(7)) == [5, 6]
+    assert run.step == 6
     assert state["w"].tolist() == [1.0] * 3
 
 
