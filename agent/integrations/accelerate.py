@@ -298,7 +298,11 @@ class TrainingRun:
             if resumed.epoch >= epochs or (steps is not None and self.step >= steps):
                 log.warning("nothing is left to do: step %d is saved", self.step)
                 return
-            log.warning("training resumes after step %d, in epoch %d", self.step, resumed.epoch)
+            # A warning, because Python shows nothing below it by default.
+            log.warning(
+                "training resumes after step %d, in epoch %d: the step was recovered from %s",
+                self.step, resumed.epoch, self.recovered.source,
+            )  # fmt: skip
         for epoch in range(0 if resumed is None else resumed.epoch, epochs):
             if hasattr(loader, "set_epoch"):
                 loader.set_epoch(epoch)

@@ -376,7 +376,12 @@ class _Attached:
         if saved["stopped"] or step >= state.max_steps:
             log.warning("nothing is left to do: step %d of %d is saved", step, state.max_steps)
             return int(arguments["num_train_epochs"])
-        log.warning("training resumes after step %d of %d", step, state.max_steps)
+        assert self._recovered is not None
+        # A warning, because Python shows nothing below it by default.
+        log.warning(
+            "training resumes after step %d of %d, which was recovered from %s",
+            step, state.max_steps, self._recovered.source,
+        )  # fmt: skip
         self._resumed = position
         return position.epoch
 

@@ -140,6 +140,10 @@ def test_a_finished_training_has_nothing_left_to_do(
     third = Training().prepare()
     run = attach(third.accelerator, every_steps=6, agent=agents())
     assert third.train(run, epochs=3) == [(2, step) for step in range(13, 19)]
+    (record,) = [one for one in caplog.records if "resumes" in one.getMessage()]
+    assert (record.levelname, record.getMessage().partition(":")[0]) == (
+        "WARNING", "training resumes after step 12, in epoch 2",
+    )  # fmt: skip
 
 
 def test_another_batch_size_resumes_at_the_same_sample(

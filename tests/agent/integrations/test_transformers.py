@@ -331,6 +331,11 @@ def test_ignore_data_skip_begins_the_epoch_again(
     attach(trainer, every_steps=4, agent=agents())
     trainer.train()
     assert "ignore_data_skip is set: the epoch begins again with its first batch" in caplog.messages
+    (record,) = [one for one in caplog.records if "resumes" in one.getMessage()]
+    assert (record.levelname, record.getMessage().partition(" of ")[0]) == (
+        "WARNING", "training resumes after step 10",
+    )  # fmt: skip
+    assert record.getMessage().endswith((", which was recovered from memory", " from storage"))
     assert trainer.state.global_step == 10 + 2 * 7  # two epochs of 14 batches
 
 
