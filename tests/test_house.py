@@ -315,6 +315,7 @@ TOUCH_FILES = {
     "daemon/process/limits.py": "/proc",
     "daemon/telemetry/history.py": "the history, on the local disk",
     "daemon/process/listener.py": "the socket",
+    "daemon/process/rotating_log.py": "the log",
     "daemon/memory/moved_root.py": "moves segments in shared memory, or on the local disk",
     "daemon/memory/segment_directory.py": "the directories of segments",
     "daemon/memory/slots.py": "segments in shared memory, or on the local disk",

@@ -635,7 +635,7 @@ def taken(case: Try, what: str, phase: str) -> Daemon:
             case.place, *OPTIONS, *taking.options, environment=ENVIRONMENT, under=taking.under
         ).wait_ready()
         try:
-            own = len(descriptors(daemon))
+            own: int | None = len(descriptors(daemon))
             if phase == "idle":
                 taking.take(daemon)
             case.start(*case.diaries)

@@ -25,6 +25,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from random import Random
 
@@ -352,10 +353,10 @@ def many(kind: str) -> list[str]:
 def kinds(chance: Random) -> Iterator[tuple[str, Callable[[], list[str]]]]:
     """Yield the rounds in a random order. Every kind comes once before any comes again."""
     all_of_them: list[tuple[str, Callable[[], list[str]]]] = [
-        *((f"command that {kind}", lambda kind=kind: command(kind)) for kind in COMMANDS),
-        *((f"server that {kind}", lambda kind=kind: webhook(kind)) for kind in ANSWERS),
-        *((f"server that {kind}", lambda kind=kind: nobody(kind)) for kind in NOBODY),
-        *((f"many events, {kind}", lambda kind=kind: many(kind)) for kind in ("answers", "hangs")),
+        *((f"command that {kind}", partial(command, kind)) for kind in COMMANDS),
+        *((f"server that {kind}", partial(webhook, kind)) for kind in ANSWERS),
+        *((f"server that {kind}", partial(nobody, kind)) for kind in NOBODY),
+        *((f"many events, {kind}", partial(many, kind)) for kind in ("answers", "hangs")),
     ]
     while True:
         chance.shuffle(all_of_them)
