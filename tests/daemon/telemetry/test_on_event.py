@@ -220,6 +220,7 @@ def test_events_for_which_there_is_no_time_at_the_end_are_named(
         "4 save.failed, 1 job.recovered"
     ]
     flag.touch()
+    handler._queue.put(None)  # `left` has taken the one of `close`
     handler._thread.join()
 
 
