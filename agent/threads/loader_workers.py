@@ -15,6 +15,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from multiprocessing import parent_process
 from typing import Any
 
 from torch.utils.data import get_worker_info
@@ -22,6 +23,8 @@ from torch.utils.data import get_worker_info
 from ckptd.shared.errors import InvalidRequest
 
 _TERM = {signal.SIGTERM}
+_LOOK_SECONDS = 5.0
+"""Seconds between two checks that the training process is alive."""
 
 
 def outlive_sigterm(worker: int = 0) -> None:
@@ -41,20 +44,25 @@ def outlive_sigterm(worker: int = 0) -> None:
             "outlive_sigterm() is called outside the workers of a DataLoader: pass it to the "
             "loader, DataLoader(..., worker_init_fn=ckptd.outlive_sigterm)"
         )
-    # Only `sigwaitinfo` tells the sender, and it gets the signal only if the main thread
+    # Only `sigtimedwait` tells the sender, and it gets the signal only if the main thread
     # blocks it. A thread of a library that does not block it takes it instead, and then
     # this handler is what keeps the process alive.
     signal.signal(signal.SIGTERM, lambda *_: None)
     signal.pthread_sigmask(signal.SIG_BLOCK, _TERM)
-    threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     os.register_at_fork(after_in_child=_take_sigterm)
 
 
-def _end_with_parent(parent: int) -> None:
-    """End this process at a SIGTERM of its parent, or once the parent is gone."""
+def _end_with_parent() -> None:
+    """End this process at a SIGTERM of the training process, or once that is gone.
+
+    With the start method forkserver, the training is not the parent by `os.getppid`.
+    """
+    training = parent_process()
+    assert training is not None
     while True:
-        sender = signal.sigwaitinfo(_TERM).si_pid
-        if sender == parent or os.getppid() != parent:
+        found = signal.sigtimedwait(_TERM, _LOOK_SECONDS)
+        if (found is not None and found.si_pid == training.pid) or not training.is_alive():
             os._exit(0)  # as a worker does without ckptd
 
 

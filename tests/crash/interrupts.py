@@ -282,7 +282,10 @@ class Trainer:
         """Have another process send SIGTERM, and wait for it."""
         if self._batches is None:
             data = TensorDataset(torch.arange(64.0))
-            loader = DataLoader(data, num_workers=2, persistent_workers=True)
+            # As in a training; this process has the start method of the fork server.
+            loader = DataLoader(
+                data, num_workers=2, persistent_workers=True, multiprocessing_context="fork"
+            )
             self._batches = iter(Batches(loader))
         next(self._batches)
         self._to_raise = RAISED["SignalException"]()

@@ -48,7 +48,7 @@ def by_another_process(pid: int) -> None:
 
 
 @pytest.mark.usefixtures("processes")
-@pytest.mark.parametrize("method", ["fork", "spawn"])
+@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
 def test_a_worker_ends_by_sigterm_of_its_parent_and_of_nobody_else(method: str) -> None:
     loader = DataLoader(
         Numbers(),
