@@ -14,6 +14,7 @@ import secrets
 import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -68,13 +69,13 @@ class Service:
     """The requests of clients and of the command line to a daemon.
 
     The engine handles the other requests, which are those of a rank about its own
-    snapshots. `socket` is where the daemon listens now.
+    snapshots. `socket` is where the daemon listens now, or None before it does.
     """
 
     def __init__(self, parts: Components) -> None:
         self._parts = parts
         self._instance = secrets.token_hex(16)
-        self.socket = parts.config.socket
+        self.socket: Path | None = None
         # Looks for checkpoints that were deleted by hand; never ends while the disk hangs.
         self._look: asyncio.Future[None] | None = None
 
@@ -378,7 +379,7 @@ class Service:
             "stage": None
             if parts.uploader is None
             else {"directory": str(config.stage), **parts.uploader.report()},
-            "socket": str(self.socket),
+            "socket": str(self.socket or config.socket),
             "private": config.private,
             "log_file": str(config.log_file) if config.log_file else None,
             "history": str(machine.history_file(config.state_dir, config.root))
