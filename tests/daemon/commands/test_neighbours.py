@@ -80,8 +80,9 @@ def test_stop_saves_what_is_in_memory_and_ends_the_daemon_of_the_root(served: Da
         assert second.status()["ready"]
         missing = ckptd("stop", served.home.root)
         assert missing.returncode == 14
-        assert missing.stderr.startswith("ckptd: no daemon of uid ")
-        assert str(other.root) in missing.stderr
+        assert missing.stderr.startswith(f"ckptd: no daemon of uid {os.getuid()} serves ")
+        # Other tests may have more daemons than the error names.
+        assert "; the roots that are served here: /" in missing.stderr
 
 
 def test_status_finds_the_daemon_of_a_root_and_names_the_one_above(served: Daemon) -> None:
