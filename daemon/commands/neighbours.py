@@ -30,7 +30,7 @@ from ckptd.shared.errors import (
 )
 from ckptd.shared.location import Location, is_same, located, url_scheme
 from ckptd.shared.storage.locate import is_root
-from ckptd.shared.system import machine
+from ckptd.shared.system import machine, root_lock
 from ckptd.shared.system.root_lock import LockHolder
 from ckptd.shared.units import some_text
 from ckptd.shared.wire import messages as m
@@ -91,13 +91,17 @@ class Neighbour:
 def find_all() -> list[Neighbour]:
     """Return the daemons of this user on this node, by process number.
 
-    A daemon in another container is not seen.
+    A daemon in another container is not seen, nor one that has not locked its root yet. A
+    command that starts a daemon and waits for its end, such as `flock`, has a command line
+    like that of the daemon, and is told apart by the lock.
     """
     found = []
     for process in psutil.process_iter():
         try:
-            if process.uids().effective != os.geteuid() or not _is_daemon(
-                command := process.cmdline()
+            if (
+                process.uids().effective != os.geteuid()
+                or not _names_daemon(command := process.cmdline())
+                or not root_lock.may_hold(process.pid)
             ):
                 continue
         except (psutil.Error, OSError):
@@ -131,7 +135,8 @@ def _named(command: list[str], option: str) -> set[str]:
     return {command[number] for number in range(1, len(command)) if command[number - 1] == option}
 
 
-def _is_daemon(command: list[str]) -> bool:
+def _names_daemon(command: list[str]) -> bool:
+    """Return True if a command line may be that of a daemon."""
     return "run" in command and any(
         word == "ckptd.daemon" or os.path.basename(word) == "ckptd" for word in command[:5]
     )
@@ -276,14 +281,19 @@ def stop(neighbour: Neighbour, seconds: float) -> None:
     """Ask a daemon to end, and wait until it has saved what it owes.
 
     Raises Busy if it still runs after `seconds`; Forbidden if the process that another
-    user's daemon has named is none of that user.
+    user's daemon has named is none of that user; DaemonUnreachable if the daemon runs and
+    is not the process of its number here.
     """
     try:
         process = os.pidfd_open(neighbour.pid)
     except ProcessLookupError:
+        _check_ended(neighbour)
         return
     try:
         _check_owner(neighbour)
+        if not root_lock.may_hold(neighbour.pid):
+            _check_ended(neighbour)
+            return
         signal.pidfd_send_signal(process, signal.SIGTERM)
         ended, _, _ = select.select([process], [], [], seconds)
     except ProcessLookupError:
@@ -308,6 +318,20 @@ def _check_owner(neighbour: Neighbour) -> None:
                 f"the daemon of uid {neighbour.owner} at {neighbour.socket} says that it is pid "
                 f"{neighbour.pid}, which belongs to uid {uid}, and was not stopped"
             )
+
+
+def _check_ended(neighbour: Neighbour) -> None:
+    try:
+        status = daemon_status(Path(neighbour.socket))
+    except DaemonUnreachable:
+        return
+    if status["pid"] != neighbour.pid:  # the next daemon
+        return
+    raise DaemonUnreachable(
+        f"the daemon at {neighbour.socket} says that it is pid {neighbour.pid}, and no process of "
+        f"that number here holds the lock of a root: it runs in another container, and was not "
+        f"stopped: stop it there"
+    )
 
 
 def _waiting(neighbour: Neighbour) -> str:

@@ -110,6 +110,29 @@ def object_lock(digest: str, host: str) -> str:
     return f"{names.LOCK}-{digest}-{host}"
 
 
+def may_hold(pid: int) -> bool:
+    """Return True if a process has the lock file of a root open, or if this user may not
+    see its files. Asks no file system of a root, because it may hang.
+    """
+    directory = f"/proc/{pid}/fd"
+    try:
+        files = os.listdir(directory)
+    except PermissionError:
+        return True
+    except OSError:  # the process has ended
+        return False
+    for file in files:
+        with suppress(OSError):
+            path = Path(os.readlink(f"{directory}/{file}").removesuffix(" (deleted)"))
+            if path.name.startswith(f"{names.LOCK}-") or path.parts[-3:] == (
+                names.CONTROL,
+                path.parent.name,
+                names.LOCK,
+            ):
+                return True
+    return False
+
+
 def owner_of(root: Location) -> int | None:
     """Return the user whose daemons serve a root on this host: the owner of its lock.
     None if there is no lock, or it cannot be seen.

@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +20,9 @@ from ckptd.daemon.commands import neighbours
 from ckptd.daemon.commands.neighbours import Neighbour
 from ckptd.daemon.process.peers import is_stopped
 from ckptd.shared.errors import DaemonUnreachable, InvalidConfig, InvalidName
+from ckptd.shared.location import Location
 from ckptd.shared.system import machine
-from ckptd.shared.wire.channel import NoDaemon
+from ckptd.shared.wire.channel import Channel, NoDaemon
 from tests.support.cases import each_case
 from tests.support.commands import ckptd
 from tests.support.daemons import Daemon, Home, holds, home, running
@@ -85,6 +86,47 @@ def test_stop_saves_what_is_in_memory_and_ends_the_daemon_of_the_root(served: Da
         assert "; the roots that are served here: /" in missing.stderr
 
 
+@pytest.mark.usefixtures("processes")
+def test_a_command_that_waits_for_a_daemon_is_neither_listed_nor_stopped(
+    place: Home, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unlocked(root: Location, later: float) -> Channel:
+        raise NoDaemon("as if the lock could not be read")
+
+    with closing(Daemon(place, under=("flock", str(place.path / "lock"))).wait_ready()) as wrapped:
+        pid = wrapped.status()["pid"]
+        try:
+            assert pid != wrapped.process.pid
+            rows = [row for row in neighbours.find_all() if row.socket == str(place.socket)]
+            assert [row.pid for row in rows] == [pid]
+            monkeypatch.setattr(neighbours, "_connected", unlocked)
+            neighbours.stop(neighbours.of_root(place.root), 60)
+            with pytest.raises(NoDaemon):
+                neighbours.daemon_status(place.socket)
+            assert wrapped.died() == 0
+        finally:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+
+@pytest.mark.usefixtures("processes")
+def test_a_daemon_that_answers_under_the_number_of_another_process_is_not_taken_for_stopped(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    with subprocess.Popen(["sleep", "600"]) as other:
+        found = Neighbour(other.pid, str(tmp_path / "s"), None)
+        neighbours.stop(found, 60)  # nothing answers: the daemon has ended meanwhile
+        monkeypatch.setattr(neighbours, "daemon_status", lambda socket: {"pid": other.pid})
+        with pytest.raises(DaemonUnreachable, match="another container, and was not stopped"):
+            neighbours.stop(found, 60)
+        assert other.poll() is None
+        other.kill()
+    with pytest.raises(DaemonUnreachable, match=f"says that it is pid {other.pid}"):
+        neighbours.stop(found, 60)
+    monkeypatch.setattr(neighbours, "daemon_status", lambda socket: {"pid": other.pid + 1})
+    neighbours.stop(found, 60)  # the next daemon answers
+
+
 def test_status_finds_the_daemon_of_a_root_and_names_the_one_above(served: Daemon) -> None:
     assert (
         json.loads(ckptd("status", served.home.root, "--json").stdout)["pid"] == served.process.pid
@@ -101,14 +143,15 @@ def test_status_finds_the_daemon_of_a_root_and_names_the_one_above(served: Daemo
     [
         (["python", "-P", "-m", "ckptd.daemon", "run", "--private"], True),
         (["/venv/bin/python", "/venv/bin/ckptd", "run", "--root", "/r"], True),
+        (["flock", "/lock", "ckptd", "run", "--root", "/r"], True),
         (["ckptd", "status"], False),
         (["python", "train.py", "run", "ckptd"], True),
         (["vim", "ckptd.md"], False),
         ([], False),
     ],
 )
-def test_a_process_is_known_as_a_daemon_by_its_command(command: list[str], daemon: bool) -> None:
-    assert neighbours._is_daemon(command) is daemon
+def test_a_process_may_be_a_daemon_by_its_command(command: list[str], daemon: bool) -> None:
+    assert neighbours._names_daemon(command) is daemon
 
 
 @pytest.mark.parametrize(

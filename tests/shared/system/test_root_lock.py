@@ -66,6 +66,28 @@ def test_the_second_daemon_is_refused_the_lock(lock: Descriptor, tmp_path: Path)
         assert not root_lock.take(second.fileno())
 
 
+def test_a_process_with_the_lock_file_of_a_root_open_may_hold_it(
+    lock: Descriptor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert root_lock.may_hold(os.getpid())
+    (path,) = root_lock.lock_files(tmp_path)
+    path.unlink()  # the root is deleted, and its daemon still runs
+    assert root_lock.may_hold(os.getpid())
+    lock.close()
+    (tmp_path / names.LOCK).touch()
+    with (tmp_path / names.LOCK).open():  # a file of this name that is no lock of a root
+        assert not root_lock.may_hold(os.getpid())
+    with (tmp_path / root_lock.object_lock("349c6015", "node1")).open("w"):
+        assert root_lock.may_hold(os.getpid())
+    assert not root_lock.may_hold(2**30)  # no process has this number
+
+    def refuse(path: str) -> list[str]:
+        raise PermissionError
+
+    monkeypatch.setattr(os, "listdir", refuse)
+    assert root_lock.may_hold(os.getpid())
+
+
 def test_a_lock_that_only_another_user_may_read_is_not_taken_for_none(
     lock: Descriptor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
