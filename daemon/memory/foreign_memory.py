@@ -25,7 +25,8 @@ from ckptd.shared.system.settings import FOREIGN_MEMORY_CHOICES
 
 log = logging.getLogger("ckptd.slots")
 
-_SHOWN = 8  # the digits of an identity that a sentence shows
+SHOWN = 8
+"""The digits of an identity that a sentence shows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +61,7 @@ def described(held: HeldSnapshot, place: str, identity: str | None) -> str:
     return (
         f"the memory of this node holds step {held.step} of attempt {held.attempt} of job "
         f"{held.job!r}, saved for root "
-        f"{held.root.identity[:_SHOWN]}{former}, but {_found(place, identity)}: the root was "
+        f"{held.root.identity[:SHOWN]}{former}, but {_found(place, identity)}: the root was "
         "deleted or replaced, or another disk is mounted there. Nothing was recovered, and nothing "
         f"was written. Either mount or restore the right root at {place} and start again, or set "
         "CKPTD_FOREIGN_MEMORY for one run: `adopt` recovers the snapshots in memory and saves them "
@@ -72,7 +73,7 @@ def _found(place: str, identity: str | None) -> str:
     """Return a clause that says which root is at a place now."""
     if identity is None:
         return f"there is no root at {place} now"
-    return f"{place} has another root now, {identity[:_SHOWN]}"
+    return f"{place} has another root now, {identity[:SHOWN]}"
 
 
 def read_held(directory: Path) -> Iterator[HeldSnapshot]:
@@ -232,7 +233,7 @@ class ForeignMemoryKeeper:
         choice = choice if choice in FOREIGN_MEMORY_CHOICES else self._setting
         if identity and identity != ours and choice != "adopt":
             raise ForeignMemory(
-                f"attempt {attempt} of job {job!r} was begun for root {identity[:_SHOWN]}, but "
+                f"attempt {attempt} of job {job!r} was begun for root {identity[:SHOWN]}, but "
                 f"{_found(self._place, ours)}: mount or restore the right root there, and restart "
                 f"the daemon. To continue in the root that is there now, start the daemon with "
                 f"CKPTD_FOREIGN_MEMORY=adopt"
@@ -278,7 +279,7 @@ class ForeignMemoryKeeper:
         log.warning(
             "job %s: step %d of attempt %d, saved for root %s, is adopted into the root at %s on "
             "request",
-            held.job, held.step, held.attempt, held.root.identity[:_SHOWN], self._place,
+            held.job, held.step, held.attempt, held.root.identity[:SHOWN], self._place,
         )  # fmt: skip
         return self._slots.admit([each.slot for each in self._of(held.job)])
 

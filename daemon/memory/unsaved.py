@@ -21,10 +21,12 @@ from typing import Any
 from ckptd.daemon.job.catalog import Catalog
 from ckptd.daemon.job.snapshot import Key
 from ckptd.daemon.memory import moved_root
+from ckptd.daemon.memory.foreign_memory import SHOWN
 from ckptd.daemon.memory.slots import Slots
 from ckptd.shared import names
 from ckptd.shared.errors import Busy, CkptdError, IntegrityError, NotFound, StorageError
 from ckptd.shared.formats.segment import (
+    RootMark,
     SegmentHeader,
     SlotState,
     read_header,
@@ -49,7 +51,8 @@ class UnsavedSnapshot:
     """A snapshot that is complete in the memory of this node, and not on storage.
 
     `directories`: the directories with its segments. `reason`: why it could not be
-    saved, or "" if that is not known.
+    saved, or "" if that is not known. `other_root`: the identity of the root that it was
+    saved for, if another root is at that place now, or "".
     """
 
     job: str
@@ -57,6 +60,7 @@ class UnsavedSnapshot:
     step: int
     directories: tuple[str, ...]
     reason: str = ""
+    other_root: str = ""
 
     def __str__(self) -> str:
         why = f": {self.reason}" if self.reason else ""
@@ -67,7 +71,8 @@ class UnsavedSnapshot:
 
     def row(self) -> dict[str, Any]:
         """Return the entry of this snapshot in `ckptd stop --json`."""
-        return {**asdict(self), "directories": list(self.directories)}
+        row = {**asdict(self), "directories": list(self.directories)}
+        return row if self.other_root else {k: v for k, v in row.items() if k != "other_root"}
 
 
 def text(unsaved: Sequence[UnsavedSnapshot], root: object) -> str:
@@ -76,13 +81,23 @@ def text(unsaved: Sequence[UnsavedSnapshot], root: object) -> str:
     It says where each snapshot lies, how long it stays there, and how to save it.
     """
     they, them = ("It stays", "it") if len(unsaved) == 1 else ("They stay", "them")
+    others = sorted({each.other_root[:SHOWN] for each in unsaved if each.other_root})
+    remedies = []
+    if not all(each.other_root for each in unsaved):
+        remedies.append(
+            f"To save {them}, remove the cause (on a full disk, make room), then start a daemon "
+            f"for {root} on {machine.host()} again, which saves {them}"
+        )
+    if others:
+        remedies.append(
+            f"No daemon saves what belongs to root {' or '.join(others)} until you decide: mount "
+            f"or restore that root at {root} and start the daemon again, or set "
+            f"CKPTD_FOREIGN_MEMORY for one run: `adopt` saves it to the root that is there now, "
+            f"and `drop` deletes it"
+        )
     return (
         f"NOT SAVED: {'; '.join(map(str, unsaved))}. {they} there until the machine or the "
-        f"container "
-        f"restarts, or until `ckptd gc --delete` deletes {them}. To save {them}, remove the cause "
-        f"(on a full "
-        f"disk, make room), then start a daemon for {root} on {machine.host()} again, which saves "
-        f"{them}"
+        f"container restarts, or until `ckptd gc --delete` deletes {them}. {'. '.join(remedies)}"
     )
 
 
@@ -140,12 +155,16 @@ def left_behind(status: dict[str, Any]) -> list[UnsavedSnapshot]:
     log = f" {status['log_file']}" if status.get("log_file") else ""
     stage = (status.get("stage") or {}).get("directory")
     places = [*([stage] if stage else []), status["root"]]
-    sealed = defaultdict[str, dict[Key, list[_Segment]]](lambda: defaultdict(list))
+    sealed = defaultdict[tuple[str, str], dict[Key, list[_Segment]]](lambda: defaultdict(list))
     for segment in _segments(_directories(status)):
         if (key := segment.sealed) is not None:
-            sealed[segment.header.job][key].append(segment)
+            other = segment.other_root(status.get("identity"))
+            sealed[segment.header.job, other][key].append(segment)
     found: list[UnsavedSnapshot] = []
-    for name, snapshots in sorted(sealed.items()):
+    for (name, other), snapshots in sorted(sealed.items()):
+        if other:
+            found += _of_other_root(name, snapshots, other, status["root"])
+            continue
         job = jobs.get(name, {})
         here = job.get("ranks_here")
         whole = {key: held for key, held in snapshots.items() if _is_complete(held, here)}
@@ -173,15 +192,19 @@ def without_a_daemon(
     asked by the superuser.
     """
     ranks = defaultdict[tuple[str, str, int], set[int]](set)
-    sealed = defaultdict[tuple[str, str], dict[Key, list[_Segment]]](lambda: defaultdict(list))
+    sealed = defaultdict[tuple[str, str, str], dict[Key, list[_Segment]]](lambda: defaultdict(list))
+    identity = None if root is None else _identity(root)
     for directory in _of_roots(shm_dir, state_dir, root):
         for segment in _segments([str(directory)]):
-            header, place = segment.header, segment.root if root is None else str(root)
+            header, place = segment.header, segment.place if root is None else str(root)
             ranks[place, header.job, header.attempt].add(header.rank)
             if (key := segment.sealed) is not None:
-                sealed[place, header.job][key].append(segment)
+                sealed[place, header.job, segment.other_root(identity)][key].append(segment)
     found: dict[str, list[UnsavedSnapshot]] = {}
-    for (place, name), snapshots in sorted(sealed.items()):
+    for (place, name, other), snapshots in sorted(sealed.items()):
+        if other:
+            found.setdefault(place, []).extend(_of_other_root(name, snapshots, other, place))
+            continue
         here = {key: ranks[place, name, key[0]] for key in snapshots}
         whole = {key: held for key, held in snapshots.items() if _is_complete(held, here[key])}
         # A job has other nodes if not all its ranks have segments here.
@@ -190,7 +213,9 @@ def without_a_daemon(
         unsaved = list(_not_saved(name, whole, everything=shared, places=places, seconds=seconds))
         if unsaved:
             found.setdefault(place, []).extend(unsaved)
-    if root is not None and (moved := list(_elsewhere(shm_dir, state_dir, root, seconds))):
+    if root is not None and (
+        moved := list(_elsewhere(shm_dir, state_dir, root, identity, seconds))
+    ):
         found.setdefault(str(root), []).extend(moved)
     return found
 
@@ -232,15 +257,11 @@ def _of_roots(shm_dir: Path, state_dir: Path, root: Location | None) -> Iterator
 
 
 def _elsewhere(
-    shm_dir: Path, state_dir: Path, root: Location, seconds: float | None
+    shm_dir: Path, state_dir: Path, root: Location, identity: str | None, seconds: float | None
 ) -> Iterator[UnsavedSnapshot]:
     """Yield the snapshots of a root that are in memory only, and in the directory of a path
     where the root was before. A daemon may use that directory for another root.
     """
-    try:
-        identity = open_root(root).known_identity()
-    except (CkptdError, OSError):
-        return  # the caller tells that the root cannot be read
     own = machine.segment_directory(root)
     directories = [
         *(d for d in sorted(shm_dir.glob(f"ckptd-{os.getuid()}-*")) if not d.name.startswith(own)),
@@ -256,6 +277,29 @@ def _elsewhere(
             if found.used:
                 why += f", whose daemon uses it now: `ckptd stop {held.root.place}` stops that one"
             yield UnsavedSnapshot(held.job, *key, (str(found.directory),), problem or why)
+
+
+def _identity(root: Location) -> str | None:
+    """Return the identity of a root, or None if it has none, or cannot be read, which the
+    caller tells.
+    """
+    try:
+        return open_root(root).known_identity()
+    except (CkptdError, OSError):
+        return None
+
+
+def _of_other_root(
+    job: str, snapshots: Mapping[Key, list[_Segment]], identity: str, place: str
+) -> Iterator[UnsavedSnapshot]:
+    """Yield the newest snapshot of a job that was saved for another root than the one that
+    is at `place` now. It is compared with no checkpoint, because the steps and attempts of
+    the two roots have nothing to do with each other.
+    """
+    key = max(snapshots)
+    directories = tuple(sorted({segment.directory for segment in snapshots[key]}))
+    reason = f"it was saved for root {identity[:SHOWN]}, and {place} has another root now"
+    yield UnsavedSnapshot(job, *key, directories, reason, identity)
 
 
 def _not_saved(
@@ -296,11 +340,21 @@ def _directories(status: dict[str, Any]) -> Iterator[str]:
 
 @dataclass(frozen=True, slots=True)
 class _Segment:
-    """A segment in a directory: its header, and the place of its root, or ""."""
+    """A segment in a directory: its header, and its root, if it is known."""
 
     directory: str
     header: SegmentHeader
-    root: str
+    root: RootMark | None
+
+    @property
+    def place(self) -> str:
+        """The place of its root, or ""."""
+        return "" if self.root is None else self.root.place
+
+    def other_root(self, identity: str | None) -> str:
+        """Return the identity of its root if that is another one than `identity`, or ""."""
+        known = "" if self.root is None else self.root.identity
+        return known if identity and known != identity else ""
 
     @property
     def sealed(self) -> Key | None:
@@ -332,13 +386,12 @@ def _segments(directories: Iterable[str]) -> Iterator[_Segment]:
                 yield _Segment(directory, header, mark)
 
 
-def _mark(fd: int, header: SegmentHeader) -> str:
-    """Return the place of the root of a segment, or "" if it is not known."""
+def _mark(fd: int, header: SegmentHeader) -> RootMark | None:
+    """Return the root of a segment, or None if it is not known."""
     try:
-        mark = read_root_mark(fd, header)
+        return read_root_mark(fd, header)
     except CkptdError:
-        return ""
-    return "" if mark is None else mark.place
+        return None
 
 
 def _is_complete(held: Collection[_Segment], ranks_here: Collection[int] | None) -> bool:

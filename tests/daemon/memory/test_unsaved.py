@@ -21,7 +21,13 @@ from ckptd.daemon.memory import unsaved
 from ckptd.daemon.memory.unsaved import UnsavedSnapshot
 from ckptd.shared import names
 from ckptd.shared.errors import Busy, NotFound
-from ckptd.shared.formats.segment import SegmentHeader, SlotState, write_header
+from ckptd.shared.formats.segment import (
+    RootMark,
+    SegmentHeader,
+    SlotState,
+    write_header,
+    write_root_mark,
+)
 from ckptd.shared.storage.locate import open_root
 from ckptd.shared.system import machine
 from ckptd.shared.system.fs import closing_at_end
@@ -194,7 +200,13 @@ def status(place: Home, directory: Path, **job: Any) -> dict[str, Any]:
 
 
 def segment(
-    directory: Path, name: str, step: int, rank: int = 0, world_size: int = 1, **fields: Any
+    directory: Path,
+    name: str,
+    step: int,
+    rank: int = 0,
+    world_size: int = 1,
+    mark: RootMark | None = None,
+    **fields: Any,
 ) -> None:
     made = SegmentHeader(
         job="gpt",
@@ -210,6 +222,8 @@ def segment(
     with (directory / f"{name * 32}.seg").open("w+b") as file:
         file.truncate(header.file_length)
         write_header(file.fileno(), header)
+        if mark is not None:
+            write_root_mark(file.fileno(), header, mark)
 
 
 def left(found: list[UnsavedSnapshot]) -> list[tuple[int, tuple[str, ...], str]]:
@@ -330,6 +344,33 @@ def test_several_snapshots_are_one_line(place: Home) -> None:
     assert "\n" not in said
 
 
+FORMER, PRESENT = "ab" * 16, "cd" * 16
+
+
+def test_memory_of_another_root_needs_a_decision_and_not_the_next_daemon(
+    place: Home, tmp_path: Path
+) -> None:
+    """A checkpoint of the same step in the root that is there now changes nothing."""
+    write_checkpoint(place.root, step=7, attempt=1, job="gpt")
+    segment(tmp_path, "a", 6, mark=RootMark(FORMER, str(place.root)))
+    segment(tmp_path, "b", 7, mark=RootMark(FORMER, str(place.root)))
+    (found,) = unsaved.left_behind(status(place, tmp_path) | {"identity": PRESENT})
+    assert (found.step, found.other_root, found.row()["other_root"]) == (7, FORMER, FORMER)
+    assert found.reason == f"it was saved for root abababab, and {place.root} has another root now"
+    said = unsaved.text([found], place.root)
+    assert "start a daemon for" not in said
+    for words in (
+        f"until you decide: mount or restore that root at {place.root}",
+        "CKPTD_FOREIGN_MEMORY for one run: `adopt` saves it",
+    ):
+        assert words in said
+    both = unsaved.text([found, UnsavedSnapshot("b", 2, 9, ("/dev/shm/x",))], place.root)
+    assert both.index("start a daemon for") < both.index("belongs to root abababab until")
+    # The root is back, or not known.
+    for identity in (FORMER, None):
+        assert unsaved.left_behind(status(place, tmp_path) | {"identity": identity}) == []
+
+
 # -- without a daemon
 
 
@@ -375,6 +416,18 @@ def test_only_what_is_whole_and_not_in_the_root_counts(
     assert without(place, tmp_path, place.root) == {str(place.root): [(7, (str(memory),), "")]}
     write_checkpoint(place.root, step=7, attempt=1, job="gpt")
     assert without(place, tmp_path, place.root) == {}
+
+
+def test_without_a_daemon_memory_of_another_root_counts_too(
+    place: Home, tmp_path: Path, memory: Path
+) -> None:
+    write_checkpoint(place.root, step=7, attempt=1, job="gpt")
+    (place.root / ".ckptd").mkdir(exist_ok=True)
+    (place.root / ".ckptd" / "id").write_text(f"{PRESENT}\n")
+    segment(memory, "a", 7, mark=RootMark(FORMER, str(place.root)))
+    why = f"it was saved for root abababab, and {place.root} has another root now"
+    expected = {str(place.root): [(7, (str(memory),), why)]}
+    assert without(place, tmp_path, place.root) == expected
 
 
 def test_every_step_of_several_nodes_counts_that_the_ranks_of_this_node_have_sealed(
