@@ -176,7 +176,7 @@ class StorageError(MachineError):
             _errno.ENOENT: " (has the root been moved or deleted?)"
             if served
             else " (nothing is there: check the path, and that its disk is mounted)",
-            _errno.ENOSPC: " (free some space; the next snapshot tries again)",
+            _errno.ENOSPC: " (free some space; the next save tries again)",
             _errno.EDQUOT: " (the disk quota is used up)",
             _errno.EROFS: " (mounted read-only: after a disk error the kernel's log says why)",
             _errno.EACCES: " (this user has no permission there: correct the owner or the mode)",
@@ -187,7 +187,7 @@ class StorageError(MachineError):
         if isinstance(error, OutOfInodes):
             return cls(
                 f"cannot {action}: no inodes are left on the file system (delete files there, "
-                "small ones too; the next snapshot tries again)",
+                "small ones too; the next save tries again)",
                 number,
             )
         if number == _errno.EFBIG and error.filename is None:  # of a write, which has no name

@@ -30,6 +30,7 @@ from ckptd.shared.errors import (
     InvalidRequest,
     NewerFormat,
     from_wire,
+    storage_errors,
 )
 from ckptd.shared.formats.manifest import Manifest
 from ckptd.shared.location import Location, is_same, located
@@ -201,7 +202,8 @@ def _reader(repository: Repository, job: str, tag: str) -> str | None:
     that read it, or None if it can.
     """
     try:
-        found = repository.readers(job, tag)
+        with storage_errors(f"delete {job}/{tag}"):
+            found = repository.readers(job, tag)
     except Busy as error:
         return str(error)
     return f"checkpoint {job}/{tag} is being read, or deleted, by {found}" if found else None
@@ -289,12 +291,13 @@ def pin(path: Location, *, remove: bool) -> tuple[str, str, bool]:
 
     Return job, tag, and whether there is a pin now or, with `remove`, was one before.
     Raises InvalidRequest if the checkpoint is outside every root; NotFound, Busy,
-    IntegrityError, StorageError, OSError.
+    IntegrityError, StorageError.
     """
     repository, job, named = place_in_root(path)
     tag = named or report.manifest_at(path).tag
-    if remove:
-        return job, tag, repository.unpin(job, tag)
-    with closing(repository.lease(job, tag)):
-        repository.pin(job, tag)
+    with storage_errors(f"{'unpin' if remove else 'pin'} {job}/{tag}"):
+        if remove:
+            return job, tag, repository.unpin(job, tag)
+        with closing(repository.lease(job, tag)):
+            repository.pin(job, tag)
     return job, tag, True

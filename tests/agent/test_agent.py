@@ -600,7 +600,7 @@ def small_free(path: Path) -> int:
 
 
 FULL, BROKEN = (
-    "No space left on device (free some space; the next snapshot tries again)",
+    "No space left on device (free some space; the next save tries again)",
     "Input/output error (the disk or the mount has failed: the kernel's log says why)",
 )
 

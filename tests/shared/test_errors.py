@@ -59,8 +59,7 @@ def test_no_two_classes_share_a_code() -> None:
     [
         (
             errno.ENOSPC,
-            "cannot save it: No space left on device (free some space; the next snapshot tries "
-            "again)",
+            "cannot save it: No space left on device (free some space; the next save tries again)",
         ),
         (errno.EDQUOT, "cannot save it: Disk quota exceeded (the disk quota is used up)"),
         (

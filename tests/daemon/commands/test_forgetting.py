@@ -4,9 +4,11 @@ and readers that keep a checkpoint from being deleted.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import pty
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -20,13 +22,14 @@ import torch
 from ckptd.agent import Agent, BestN, Checkpoint, EveryNSteps, LatestN, PreserveAll
 from ckptd.daemon.commands import forgetting
 from ckptd.shared import names
-from ckptd.shared.errors import InvalidRequest, NotFound
+from ckptd.shared.errors import InvalidRequest, NotFound, StorageError
 from ckptd.shared.formats.segment import read_header
 from ckptd.shared.storage import locks
 from ckptd.shared.storage.locate import open_root
 from ckptd.shared.storage.repository import Repository
 from ckptd.shared.system import machine
 from ckptd.shared.wire import messages as m
+from tests.shared.samples import write_checkpoint
 from tests.support import forks
 from tests.support.commands import ckptd
 from tests.support.daemons import Daemon, Home, running, until
@@ -180,6 +183,27 @@ def test_a_checkpoint_that_is_being_read_is_never_deleted(place: Home, socket: l
         assert run.stdout.endswith(f", uid {os.getuid()})\n")
         assert torch.equal(checkpoint.tensor("w"), torch.arange(100.0) + 2)
     assert ckptd("forget", path, *socket).returncode == 0
+
+
+def test_a_root_that_cannot_be_written_is_told_with_the_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_checkpoint(tmp_path, step=1, attempt=1, job="gpt")
+    tag = "step-00000001.a0001"
+
+    def refuse(*_: object) -> None:
+        raise OSError(errno.EROFS, "Read-only file system", "pins")
+
+    for method in ("readers", "pin", "unpin"):
+        monkeypatch.setattr(Repository, method, refuse)
+    place = tmp_path / "gpt" / tag
+    why = f"gpt/{tag}: Read-only file system (mounted read-only"
+    with pytest.raises(StorageError, match=re.escape(f"cannot delete {why}")):
+        forgetting.planned(place, ())
+    with pytest.raises(StorageError, match=re.escape(f"cannot pin {why}")):
+        forgetting.pin(place, remove=False)
+    with pytest.raises(StorageError, match=re.escape(f"cannot unpin {why}")):
+        forgetting.pin(place, remove=True)
 
 
 @pytest.mark.parametrize("kind", KINDS)
