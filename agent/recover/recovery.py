@@ -161,7 +161,8 @@ class Recovery:
         last_step: the last step that this rank has captured in this attempt.
         """
         begun = time.monotonic()
-        if self._nodes:
+        # An attempt on one node may follow one on several, and hold copies of lost nodes.
+        if self._nodes or PEERS in self._client.welcome.features:
             with reminder(
                 log,
                 "recover() waits for the nodes to save what they hold in memory: `ckptd status` "
@@ -177,10 +178,11 @@ class Recovery:
                     )
                     missing = absent.difference(*(one["ranks"] for one in said))
                     delivered = 0 if missing else delivered
-            self._all(
-                "decide",
-                lambda: self._find(step, last_step, delivered) if self._ranks.rank == 0 else {},
-            )
+            if self._nodes or absent:
+                self._all(
+                    "decide",
+                    lambda: self._find(step, last_step, delivered) if self._ranks.rank == 0 else {},
+                )
         failed: list[tuple[m.RecoveryCandidate, str]] = []
         overwritten, tries = False, count()
         while True:

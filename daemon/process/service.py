@@ -117,10 +117,7 @@ class Service:
         try:
             await recovery.scan_job(parts.repository, job, parts.calls, fresh=True)
             if job.node is None or job.node.leads:
-                await self._deliver(
-                    job,
-                    [s for s in job.snapshots if s.node is not None and s.attempt < job.attempt],
-                )
+                await self._deliver(job, _of_nodes_before(job))
             in_root = await self._in_root(job, delivered)
             # Other nodes see no stage.
             stored = (
@@ -232,7 +229,8 @@ class Service:
 
     async def deliver(self, job_name: str) -> EarlierAttempt:
         """Save what is in memory of a job of several nodes, so that all its ranks can
-        read it from storage.
+        read it from storage. If the newest attempt is on this node alone, save only the
+        parts of this node in attempts before that were on several.
 
         Returns the attempt before, as this node knows it, once each snapshot of the
         newest attempt is durable and each older one is delivered, or its save has
@@ -240,7 +238,7 @@ class Service:
         StorageError if it cannot be uploaded.
         """
         job = self._parts.catalog.job(job_name)
-        await self._deliver(job, job.snapshots)
+        await self._deliver(job, _of_nodes_before(job) if job.node is None else job.snapshots)
         if self._parts.uploader is not None and job.node is not None:
             await self._parts.uploader.upload_newest(job)
         return job.earlier
@@ -526,6 +524,11 @@ def report_text(status: dict[str, Any]) -> str:
         left_out = status["jobs_not_shown"] + len(status["jobs"]) - len(shown)
         text = json.dumps(status | {"jobs": shown, "jobs_not_shown": left_out})
     return text
+
+
+def _of_nodes_before(job: Job) -> list[Snapshot]:
+    """Return the snapshots of this node in older attempts that were on several nodes."""
+    return [s for s in job.snapshots if s.node is not None and s.attempt < job.attempt]
 
 
 def _rank_in_report(job: Job) -> tuple[bool, bool, str]:

@@ -253,7 +253,8 @@ class Heard(Request, frozen=True, kw_only=True, tag="heard"):
 class Deliver(Request, frozen=True, kw_only=True, tag="deliver"):
     """A request to save all that is in memory of the job.
 
-    The reply comes once that is done. Only for jobs of several nodes.
+    The reply comes once that is done. In an attempt of one node, only the snapshots of
+    older attempts of several nodes are saved.
 
     `copies`: True to save the peer replicas of earlier attempts instead, if their own
     nodes have not delivered: these may be lost, or may have lost their memory.

@@ -190,6 +190,9 @@ def test_copies_outlive_the_daemon_that_holds_them(three: Nodes, again: int) -> 
 
 @pytest.mark.parametrize("count", [1, 2])
 def test_the_job_goes_on_with_fewer_nodes(three: Nodes, count: int) -> None:
+    """With one node, the node that is not lost and not part of the new attempt delivers
+    its own parts, and the node of the attempt those of the lost one.
+    """
     with Ranks(3) as ranks:
         ranks.call(begin, sockets(three, 0, 1, 2))
         assert ranks.call(copy, 5) == [""] * 3
@@ -197,7 +200,19 @@ def test_the_job_goes_on_with_fewer_nodes(three: Nodes, count: int) -> None:
     where = sockets(three, *range(count))
     with Ranks(count) as ranks:
         found = ranks.call(recover, where)
-    assert found == ([(5, "storage")] * 2 if count == 2 else [None])
+    assert found == [(5, "storage")] * count
+
+
+@pytest.mark.parametrize("left", [0, 1])
+def test_the_job_goes_on_at_once_with_the_only_node_that_is_left(left: int) -> None:
+    with nodes(2, environ=REPLICAS, first=hurry) as two:
+        with Ranks(3) as ranks:
+            ranks.call(begin, sockets(two, 0, 1, 1))
+            assert ranks.call(copy, 5) == [""] * 3
+            two[1 - left].lose()
+        with Ranks(2) as ranks:
+            assert ranks.call(recover, sockets(two, left, left)) == [(5, "storage")] * 2
+            ranks.call(close)
 
 
 def test_a_second_node_may_be_lost_after_the_job_has_replicated_again(three: Nodes) -> None:

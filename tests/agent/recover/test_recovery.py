@@ -42,6 +42,7 @@ from ckptd.shared.formats.plan import chunk_ranges, with_values
 from ckptd.shared.formats.segment import read_header, write_check
 from ckptd.shared.system.descriptor import Descriptor
 from ckptd.shared.wire import messages as m
+from ckptd.shared.wire.session import PEERS
 from tests.shared.samples import sample_plan, seal
 from tests.support.cases import each_case
 from tests.support.forged import forge
@@ -395,6 +396,33 @@ def test_nodes_have_long_to_save_what_they_hold_before_the_others_give_up() -> N
     hour = loading.DELIVER_SECONDS
     assert (limits["Delivered"], limits["deliver"]) == (hour, hour)
     assert max(limits["decide"], limits["find"]) < hour
+
+
+@pytest.mark.parametrize(
+    ("had", "rounds"), [([0, 1], ["deliver"]), ([0], ["deliver", "then/deliver-copies"])]
+)
+def test_a_job_on_one_node_has_the_attempt_before_delivered_too(
+    had: list[int], rounds: list[str]
+) -> None:
+    """The attempt before may have been on several nodes, of which this one is left."""
+    asked = list[m.Request]()
+
+    class Holder(FakeClient):
+        def call(self, make: Any, kind: type[m.Reply], timeout: float) -> Any:
+            if kind is not m.Delivered:
+                return super().call(make, kind, timeout)
+            asked.append(make(0))
+            ranks = [1] if make(0).copies else had
+            return m.Delivered(re=0, attempt=1, world_size=2, ranks=ranks), []
+
+    client, ranks = Holder(), FakeRanks(same)
+    client.welcome = m.Welcome(re=0, version=1, root="/ckpts", features=[PEERS])
+    assert Told(client, ranks=ranks).run({}, step=None, last_step=-1) is None
+    decided = ["then/decide"] if had == [0] else []
+    assert ranks.topics == [f"recover/1/{each}" for each in [*rounds, *decided, "then/find"]]
+    assert asked == [m.Deliver(id=0), m.Deliver(id=0, copies=True)][: len(rounds)]
+    finds = [each for each in client.asked if isinstance(each, m.Find)]
+    assert finds[0] == m.Find(id=0, delivered=1 if decided else 0)
 
 
 def test_all_rounds_but_the_first_are_those_of_ranks_that_have_called(root: Path) -> None:

@@ -7,13 +7,15 @@ from __future__ import annotations
 import asyncio
 import errno
 import json
+from collections.abc import Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from ckptd.daemon import recovery
-from ckptd.daemon.job.catalog import Catalog
+from ckptd.daemon.job.catalog import Catalog, Job, Step
 from ckptd.daemon.job.snapshot import Key, RankSeal, Snapshot
 from ckptd.daemon.job.stored_checkpoint import StoredCheckpoint
 from ckptd.daemon.process.service import MAX_REPORT, Service, report_text
@@ -21,6 +23,12 @@ from ckptd.shared.errors import StorageError
 from ckptd.shared.formats.membership import Membership
 from ckptd.shared.wire.lifecycle import SnapshotState
 from tests.support.cases import each_case
+
+
+def made(**parts: Any) -> Service:
+    """Return a service of a daemon that has only these parts, and a socket."""
+    config = SimpleNamespace(socket=Path("/s"))
+    return Service(SimpleNamespace(config=config, **parts))  # type: ignore[arg-type]
 
 
 class Saver:
@@ -93,7 +101,7 @@ async def deliver(ends: dict[int, list[str]], *snapshots: Held, refused: bool = 
     )
     job.newest_durable = lambda: job.newest
     saver = Saver(job, ends, refused)
-    service = Service(SimpleNamespace(saver=saver))  # type: ignore[arg-type]
+    service = made(saver=saver)
     await asyncio.wait_for(service._deliver(job, snapshots), 20)  # type: ignore[arg-type]
     return saver.started
 
@@ -155,9 +163,34 @@ async def test_copies_are_waited_for_although_their_saves_have_begun_before() ->
         replica.seals[rank] = RankSeal(rank, f"{step}/{rank}", 1, b"", checks=[])
     job.peer_replicas[(1, 3), 1].delivered = True
     saver = Saver(job, {4: ["delivered"], 5: ["delivered"], 6: ["integrity"]})
-    service = Service(SimpleNamespace(saver=saver, catalog=catalog))  # type: ignore[arg-type]
+    service = made(saver=saver, catalog=catalog)
     assert await asyncio.wait_for(service.deliver_copies("gpt"), 20) == [1, 2, 3]
     assert sorted(saver.started) == [4, 5, 6]
+
+
+async def test_an_attempt_on_one_node_delivers_only_what_older_ones_on_several_left() -> None:
+    """It recovers its own snapshots from memory, without storage."""
+    catalog, two = Catalog(), Membership(run_id="0" * 32, ranks=[0])
+    job = catalog.job("gpt")
+    job.attempt = 3
+    for attempt, node in ((1, two), (2, None), (3, None)):
+        snapshot = Snapshot(
+            "gpt", attempt, 5, "step", 2, persist=False, state=SnapshotState.SEALED, node=node
+        )  # fmt: skip
+        snapshot.seals[0] = RankSeal(0, f"{attempt}/0", 1, b"", checks=[])
+        job.steps[attempt, 5] = Step((attempt, 5), snapshot=snapshot)
+    delivered = list[Key]()
+
+    async def note(_: Job, snapshots: Sequence[Snapshot]) -> None:
+        delivered.extend(s.key for s in snapshots)
+
+    service = made(catalog=catalog, uploader=None)
+    service._deliver = note  # type: ignore[method-assign]
+    await service.deliver("gpt")
+    assert delivered == [(1, 5)]
+    job.node = two
+    await service.deliver("gpt")
+    assert sorted(delivered) == [(1, 5), (1, 5), (2, 5), (3, 5)]
 
 
 @each_case(
@@ -208,7 +241,7 @@ async def test_memory_is_offered_alone_only_if_nothing_newer_can_be_on_storage(
     async def there(job: Any) -> None:
         pass
 
-    parts = SimpleNamespace(
+    service = made(
         catalog=catalog,
         engine=SimpleNamespace(memory_candidates=lambda name: offered),
         repository=None,
@@ -216,7 +249,6 @@ async def test_memory_is_offered_alone_only_if_nothing_newer_can_be_on_storage(
         uploader=None,
         served=SimpleNamespace(check=there),
     )
-    service = Service(parts)  # type: ignore[arg-type]
     if raises:
         with pytest.raises(StorageError, match="has not answered"):
             await service.find("gpt", None)
