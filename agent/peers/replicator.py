@@ -43,6 +43,7 @@ from ckptd.shared.errors import (
     PeerLost,
 )
 from ckptd.shared.formats.segment import SlotState
+from ckptd.shared.system import machine
 from ckptd.shared.system.descriptor import Descriptor
 from ckptd.shared.system.failpoints import failpoint
 from ckptd.shared.wire import messages as m
@@ -290,8 +291,10 @@ class Replicator:
         except (CkptdError, OSError) as error:
             if segment is not None:
                 self._give_back(segment)
+            # The peer reports the failure, too, and its node is not the one to look at.
+            why = f"rank {self._rank} on {machine.host()} has not taken the copy: {error}"
             with suppress(PeerLost):  # the reason is the first error
-                refuse(pair, str(error))
+                refuse(pair, why)
             raise
         if whole:
             confirm(pair)

@@ -33,6 +33,7 @@ from ckptd.shared.errors import (
 )
 from ckptd.shared.formats.reuse import ChunkCheck
 from ckptd.shared.formats.segment import SegmentHeader, SlotState
+from ckptd.shared.system import machine
 from ckptd.shared.system.failpoints import failpoint
 from ckptd.shared.units import rank_list
 from ckptd.shared.wire import messages as m
@@ -97,7 +98,7 @@ class PeerCopies:
         """
         job = self._catalog.job(owner.job)
         if attempt == job.attempt and not job.alone:
-            job.alone = f"rank {owner.rank}: {reason}"
+            job.alone = f"rank {owner.rank} on {machine.host()}: {reason}"
             self._steps.show(job)
 
     # -- this node receives copies

@@ -140,9 +140,7 @@ def answer(nodes: Mapping[str, Holding], before: Answer) -> Answer:
                 )
                 dead[step] = (code, reason)
                 break
-    alone = before.alone or next(
-        (f"{node.alone} ({name})"[:MOST_TEXT] for name, node in nodes.items() if node.alone), ""
-    )
+    alone = before.alone or next((node.alone for node in nodes.values() if node.alone), "")
     # Without a step to copy, the nodes have begun to free their own slots of the last one.
     copied = set[int]() if alone else _copied(nodes.values(), common)
     replicated = sorted({*before.replicated, *copied})

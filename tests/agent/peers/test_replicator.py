@@ -19,6 +19,7 @@ from ckptd.shared.errors import CkptdError, DaemonUnreachable, IntegrityError
 from ckptd.shared.formats.plan import MIN_CHUNK
 from ckptd.shared.formats.segment import SegmentHeader
 from ckptd.shared.formats.snapshot_request import SnapshotRequest
+from ckptd.shared.system import machine
 from ckptd.shared.system.descriptor import Descriptor
 from ckptd.shared.wire import messages as m
 from tests.support.daemons import until
@@ -322,6 +323,11 @@ def test_a_slot_that_is_damaged_and_not_filled_again_ends_the_copies_with_one_se
 # -- failures
 
 
+def not_taken(reason: str) -> str:
+    """Return the reason that rank 0 reports: it names the rank and the node that failed."""
+    return f"rank 1 on {machine.host()} has not taken the copy: {reason}"
+
+
 def refused(host: m.Host) -> m.Reply:
     return m.Refused(re=0, reason="both segments are needed")
 
@@ -347,7 +353,7 @@ def test_a_copy_without_a_segment_is_reported_once_by_both(
     world.clients[1].answer = answer
     with caplog.at_level(logging.WARNING, "ckptd.agent"):
         world.copy(5)
-        world.reported(reason)
+        world.reported(not_taken(reason))
         world.reported(reason, rank=1)
         world.copy(6)
         world.copy(7)
@@ -374,7 +380,7 @@ def test_a_segment_that_cannot_be_mapped_is_closed_and_reported(world: World) ->
     world.copy(5)
     reason = "segment copy-1 has been cut short by another process"
     world.reported(reason, rank=1)
-    world.reported(reason)
+    world.reported(not_taken(reason))
     assert [descriptor.closed for descriptor in world.clients[1].last] == [True, True]
 
 
@@ -393,7 +399,7 @@ def test_a_segment_for_another_rank_is_given_back(world: World) -> None:
 
     world.clients[1].new_segment = other  # type: ignore[method-assign]
     world.copy(5)
-    world.reported("segment copy-1 is not for copies of rank 0")
+    world.reported(not_taken("segment copy-1 is not for copies of rank 0"))
     until(lambda: bool(world.clients[1].of(m.Abandon)), "the return of the segment")
     assert [each.segment for each in world.clients[1].of(m.Abandon)] == ["copy-1"]
 

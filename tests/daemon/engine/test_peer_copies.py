@@ -32,6 +32,7 @@ from ckptd.shared.formats.membership import Membership
 from ckptd.shared.formats.plan import MIN_CHUNK
 from ckptd.shared.formats.segment import SegmentHeader, SlotState, read_header, write_header
 from ckptd.shared.formats.snapshot_request import SnapshotRequest
+from ckptd.shared.system import machine
 from ckptd.shared.system.fs import PosixFileSystem
 from ckptd.shared.wire import messages as m
 from ckptd.shared.wire.board import Answer
@@ -505,15 +506,15 @@ def test_a_rank_that_cannot_copy_its_slot_ends_all_copies(node: Node) -> None:
     assert node.job.alone == ""
     node.copies.failed(node.owners[1], 2, "the peer is gone")
     node.copies.failed(node.owners[0], 2, "another reason")
-    assert node.job.alone == "rank 3: the peer is gone"
+    assert node.job.alone == f"rank 3 on {machine.host()}: the peer is gone"
     assert node.owner.shown is not None
-    assert node.owner.shown.alone == "rank 3: the peer is gone"
+    assert node.owner.shown.alone == f"rank 3 on {machine.host()}: the peer is gone"
 
 
 def test_other_nodes_are_shown_a_failure_that_comes_late(node: Node) -> None:
     node.copies.failed(node.owner, 2, "the peer is gone")
     assert node.owner.shown is not None
-    assert node.owner.shown.alone == "rank 2: the peer is gone"
+    assert node.owner.shown.alone == f"rank 2 on {machine.host()}: the peer is gone"
 
 
 def test_the_ranks_are_told_each_change_once(node: Node) -> None:

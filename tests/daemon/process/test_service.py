@@ -185,7 +185,7 @@ async def test_an_attempt_on_one_node_delivers_only_what_older_ones_on_several_l
         delivered.extend(s.key for s in snapshots)
 
     service = made(catalog=catalog, uploader=None)
-    service._deliver = note  # type: ignore[method-assign]
+    service._deliver = note  # type: ignore[method-assign, assignment]
     await service.deliver("gpt")
     assert delivered == [(1, 5)]
     job.node = two

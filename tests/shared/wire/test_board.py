@@ -69,7 +69,7 @@ def test_no_step_is_replicated_any_more_once_a_copy_has_failed() -> None:
         {"a": Holding(**held, ranks=[0], alone="rank 0: lost"), "b": Holding(**held, ranks=[1])},
         before,
     )
-    assert ended == Answer(common=[1, 2], replicated=[1], alone="rank 0: lost (a)")
+    assert ended == Answer(common=[1, 2], replicated=[1], alone="rank 0: lost")
     whole = {
         "a": Holding(**held, ranks=[0], hosted={2: [1]}),
         "b": Holding(**held, ranks=[1], hosted={2: [0]}),
@@ -296,7 +296,7 @@ def test_a_step_is_replicated_once_every_node_has_a_whole_copy_elsewhere(
 def test_one_node_without_a_peer_ends_the_copies_of_all() -> None:
     nodes = {"node0": peer(0, wanted=[5]), "node1": peer(1, wanted=[5], alone="rank 1: no room")}
     found = answer(nodes, Answer())
-    assert (found.alone, found.replicating) == ("rank 1: no room (node1)", -1)
+    assert (found.alone, found.replicating) == ("rank 1: no room", -1)
     assert answer({"node0": peer(0), "node1": peer(1)}, found).alone == found.alone
 
 
