@@ -211,6 +211,7 @@ class RankLink:
                 self.rank,
                 begun.leaders,
                 partial(self._pass_on, self.attempt),
+                (lambda: self.client.connected) if begun.peer >= 0 else None,
             )
         if begun.alone and self.rank == 0:
             log.warning(
@@ -422,7 +423,9 @@ class RankLink:
         self._warned = True
         waited = round(time.perf_counter() - pending.begun, 1)
         call = f"snapshot(step={waiting.step})"
-        log.warning("%s", not_called(call, waiting.ranks, self.rank, self.world_size, waited))
+        here = range(self.world_size) if self.node is None else self.node.ranks
+        why = "" if set(waiting.ranks).issubset(here) else "; or the daemon of its node hangs"
+        log.warning("%s", not_called(call, waiting.ranks, self.rank, self.world_size, waited, why))
 
     def _progress(self, progress: m.Progress) -> None:
         pending = self.handovers.pending.get((progress.attempt, progress.step))

@@ -24,7 +24,9 @@ import msgspec
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from ckptd.agent.threads.flag import Waiters
+from ckptd.shared.system import machine
 from ckptd.shared.wire.board import (
+    MOST_TEXT,
     Answer,
     Holding,
     answer,
@@ -56,6 +58,31 @@ _SOONER = 0.99
 """The factor by which the first read for the next step comes sooner, if the first read
 for this step has found the answer.
 """
+SILENT_SECONDS = 120.0
+"""Seconds for which the daemon of this node may be unreachable before the nodes make no
+more peer replicas. The call that notices it has waited before.
+"""
+_WATCH_SECONDS = 3.0
+"""The most seconds between two looks whether the daemon is reachable."""
+_SILENT = "its daemon has not answered for 2 minutes: if it hangs, end it and start it again"
+
+
+class Silence:
+    """Watches how long a daemon has been unreachable. Once that has `lasted` too long,
+    it stays so.
+    """
+
+    def __init__(self) -> None:
+        self.lasted = False
+        self._since: float | None = None
+
+    def look(self, now: float, *, reachable: bool) -> None:
+        """Take note of whether the daemon is reachable at the time `now`."""
+        if reachable:
+            self._since = None
+            return
+        self._since = now if self._since is None else self._since
+        self.lasted = self.lasted or now - self._since >= SILENT_SECONDS
 
 
 class Board:
@@ -63,7 +90,9 @@ class Board:
 
     store: a client of the job's store that nothing else uses. prefix: the prefix of the
     names in the store. leaders: the lowest rank of each node. tell: passes a new answer
-    on to the daemon.
+    on to the daemon. reachable: returns True if the daemon of this node answers. A daemon
+    that hangs shows nothing, so the board shows for it that this node makes no more peer
+    replicas. None if the nodes make none.
     """
 
     def __init__(
@@ -73,14 +102,17 @@ class Board:
         rank: int,
         leaders: Sequence[int],
         tell: Callable[[Answer], None],
+        reachable: Callable[[], bool] | None = None,
     ) -> None:
         self._store = store
         self._rank = rank
         self._tell = tell
         self._holds = {leader: f"{prefix}/holds/{leader}" for leader in leaders}
         self._answer = f"{prefix}/answer"
+        self._reachable = reachable
+        self._silence = Silence()
         self._changed = Waiters()
-        self._holding = Holding()
+        self._shown = Holding()  # the last holding of the daemon
         self._written: Holding | None = None
         self._known = Answer()
         self._complete = False  # True once all nodes have written something
@@ -99,8 +131,17 @@ class Board:
 
         If the thread has not written the last holding yet, this one replaces it.
         """
-        self._holding = holding
+        self._shown = holding
         self._changed.notify()
+
+    @property
+    def _holding(self) -> Holding:
+        """The holding to write: that of the daemon, unless the daemon hangs."""
+        shown = self._shown
+        if not self._silence.lasted or shown.alone:
+            return shown
+        alone = f"rank {self._rank} on {machine.host()}: {_SILENT}"[:MOST_TEXT]
+        return msgspec.structs.replace(shown, alone=alone)
 
     def repeat(self) -> None:
         """Tell the daemon the last answer again, because it may have been restarted."""
@@ -144,7 +185,11 @@ class Board:
             return not failed and is_news(self._holding, self._written, self._known)
 
         while not self._ended:
-            left = None if self._next is None else self._next - time.monotonic()
+            now = time.monotonic()
+            left = None if self._next is None else self._next - now
+            if self._reachable is not None and not self._silence.lasted:
+                self._silence.look(now, reachable=self._reachable())
+                left = _WATCH_SECONDS if left is None else min(left, _WATCH_SECONDS)
             if (left is not None and left <= 0) or has_news():
                 return self._holding
             self._changed.wait_for(lambda: self._ended or has_news(), left)

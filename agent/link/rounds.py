@@ -505,7 +505,8 @@ def not_called(
     why: more that is known of the late ranks, or "".
     """
     has = f"{rank_list(late)} {'has' if len(late) == 1 else 'have'}"
-    only = " Is it called on rank 0 only?" if rank == 0 and len(late) == world_size - 1 else ""
+    alone = rank == 0 and len(late) == world_size - 1 and not why
+    only = " Is it called on rank 0 only?" if alone else ""
     return (
         f"{has} not called {call} yet, and rank {rank} has waited for {seconds:g} s: every rank "
         f"must call it, because each saves its part and waits for the others{why}.{only}"

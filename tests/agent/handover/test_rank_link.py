@@ -28,6 +28,7 @@ from ckptd.shared.errors import (
     StorageError,
     StructureChanged,
 )
+from ckptd.shared.formats.membership import Membership
 from ckptd.shared.wire import messages as m
 from ckptd.shared.wire.channel import NoDaemon
 from ckptd.shared.wire.lifecycle import Event
@@ -194,6 +195,24 @@ def test_ranks_that_have_not_called_are_named_once(
     (text,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert text.startswith("rank 1 has not called snapshot(step=2) yet, and rank 0 has waited for ")
     assert (met.state, apart.state, later.state) == ("sealed", "sealed", "sealed")
+
+
+@pytest.mark.parametrize(("here", "hint"), [([0], True), ([0, 1], False)])
+def test_the_daemon_of_ranks_on_another_node_may_hang_instead(
+    world: World, caplog: pytest.LogCaptureFixture, here: list[int], hint: bool
+) -> None:
+    connection = world.linked(Two())
+    world.link.node = Membership(run_id="0" * 32, ranks=here)
+    pending, last = sealed(world.link, 1), sealed(world.link, 2)
+    pending.begun, pending.meets = time.perf_counter() - 5.0, False
+    connection.reply(
+        m.Waiting(re=0, attempt=3, step=1, ranks=[1]),
+        m.Progress(re=0, attempt=3, step=2, state="durable"),
+    )
+    until(lambda: last.done, "news")
+    (text,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert text.endswith("; or the daemon of its node hangs.") == hint
+    assert ("Is it called on rank 0 only?" in text) != hint
 
 
 def test_a_remark_about_the_storage_is_logged(

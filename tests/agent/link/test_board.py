@@ -14,7 +14,8 @@ import pytest
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from ckptd.agent.link import board as board_module
-from ckptd.agent.link.board import Board
+from ckptd.agent.link.board import Board, Silence
+from ckptd.shared.system import machine
 from ckptd.shared.wire.board import Answer, Holding
 from tests.support.daemons import until
 
@@ -169,7 +170,7 @@ def test_news_that_come_fast_do_not_put_off_the_look_at_the_steps_before(store: 
     board = Board(Counted(store), "b", 1, [0, 1], lambda answer: None)  # type: ignore[arg-type]
     board.end()
     board._thread.join()
-    board._holding = Holding(held=[1], done=1)
+    board._shown = Holding(held=[1], done=1)
     board._write(board._holding)
     first = board._next
     board._usual = 60.0
@@ -184,7 +185,7 @@ def test_a_step_that_has_become_durable_without_the_board_is_not_looked_for(
     board.end()
     board._thread.join()
     board._write(Holding(held=[1], done=1))
-    board._holding = Holding(done=1, durable=1)
+    board._shown = Holding(done=1, durable=1)
     board._look()
     assert board._next is None
 
@@ -197,7 +198,7 @@ def test_a_node_that_has_not_sealed_an_overdue_step_looks_for_its_missing_ranks(
     board._thread.join()
     looks = []
     for overdue in ([], [1]):
-        board._holding = Holding(done=0, ranks=[1, 2], begun={1: [2]}, overdue=overdue)
+        board._shown = Holding(done=0, ranks=[1, 2], begun={1: [2]}, overdue=overdue)
         board._write(board._holding)
         looks.append(board._next is not None)
     assert looks == [False, True]
@@ -215,7 +216,7 @@ def test_rank_0_looks_seldom_while_no_node_waits_for_another(store: TCPStore) ->
 
     def pause_of_rank_0(of_0: Holding, of_1: Holding) -> float:
         boards[1]._write(of_1)
-        boards[0]._holding = of_0
+        boards[0]._shown = of_0
         boards[0]._write(of_0)
         boards[0]._look()
         assert boards[0]._next is not None
@@ -296,3 +297,59 @@ def test_a_store_that_fails_for_a_while_is_asked_again(
     board.show(Holding(held=[1], done=1))
     until(lambda: heard == [Answer(common=[1])], "answer")
     board.end()
+
+
+# -- the daemon of a node that hangs
+
+
+@pytest.mark.parametrize(
+    ("reachable", "silent"),
+    [
+        ([(0.0, False), (119.9, False)], False),
+        ([(0.0, False), (60.0, False), (120.0, False)], True),
+        ([(0.0, False), (100.0, True), (101.0, False), (220.9, False)], False),
+        ([(0.0, True), (500.0, True), (501.0, False)], False),
+        ([(0.0, False), (120.0, False), (121.0, True)], True),
+    ],
+    ids=["not yet", "too long", "it answered meanwhile", "it has just stopped", "it came too late"],
+)
+def test_a_daemon_is_silent_once_it_was_unreachable_for_long_enough(
+    reachable: list[tuple[float, bool]], silent: bool
+) -> None:
+    watch = Silence()
+    for now, up in reachable:
+        watch.look(now, reachable=up)
+    assert watch.lasted == silent
+
+
+@pytest.mark.parametrize("hung", [0, 1])
+def test_a_node_whose_daemon_hangs_ends_the_copies_of_all(
+    store: TCPStore, monkeypatch: pytest.MonkeyPatch, hung: int
+) -> None:
+    """No copy is under way, and the daemon shows nothing any more."""
+    monkeypatch.setattr(board_module, "SILENT_SECONDS", 0.0)
+    monkeypatch.setattr(board_module, "_WATCH_SECONDS", 0.01)
+    heard: list[list[Answer]] = [[], []]
+    up = [True, True]
+    boards = [
+        Board(
+            Counted(store),  # type: ignore[arg-type]
+            "gpt/board/1",
+            rank,
+            [0, 1],
+            heard[rank].append,
+            partial(up.__getitem__, rank),
+        )
+        for rank in (0, 1)
+    ]
+    for board in boards:
+        board.show(Holding(held=[1], done=1))
+    until(lambda: all(said[-1:] == [Answer(common=[1])] for said in heard), "answer")
+    boards[1 - hung].show(Holding(held=[1, 2], done=2))
+    up[hung] = False
+    until(lambda: bool(heard[1 - hung][-1].alone), "the end of the copies")
+    assert heard[1 - hung][-1].alone.startswith(
+        f"rank {hung} on {machine.host()}: its daemon has not answered for 2 minutes: "
+    )
+    for board in boards:
+        board.end()
