@@ -76,7 +76,8 @@ class VersionFeed:
         self._last: Order | None = None
         self._kept = ChunkMemory()
         self._was_in_memory = False
-        self._torn: VersionGone | None = None
+        self._torn: VersionGone | IntegrityError | None = None
+        """The error that left the caller's module half overwritten."""
         self._damaged = set[Order]()
         self._closed = Flag()
         self._said = ""
@@ -92,6 +93,8 @@ class VersionFeed:
         Raises StopIteration after the timeout, or once this loop is closed; NotFound
         if the timeout is over and the job has never had a snapshot; StorageError if the
         root cannot be read before the first version; and what `load_into` raises.
+        IntegrityError, and VersionGone with `overwritten`, mean that the module must not
+        be used before a load succeeds.
         """
         self._end_current()
         deadline = None if self._timeout is None else time.monotonic() + self._timeout
@@ -134,6 +137,8 @@ class VersionFeed:
         except IntegrityError as error:
             log.error("job %s: a damaged version is passed over: %s", self._job, error)
             self._damaged.add(found.order)
+            if self._into is not None and found.in_memory:
+                self._torn = error
             found.close()
             return False
         except BaseException:

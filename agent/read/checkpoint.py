@@ -19,7 +19,7 @@ from ckptd.agent.link.launch import find_place
 from ckptd.agent.link.loans import borrow
 from ckptd.agent.read.loader import load, materialize
 from ckptd.agent.read.loans import open_loan
-from ckptd.agent.read.module_loader import LoadedInto, load_into
+from ckptd.agent.read.module_loader import LoadedInto, load_into, not_gone
 from ckptd.agent.read.slices import Index, read_slice
 from ckptd.agent.read.sources import Opened, newer, open_checkpoint
 from ckptd.agent.read.staged_source import ChunkMemory, digest
@@ -348,38 +348,26 @@ class Checkpoint:
         staged: True reads and verifies everything before the first byte is written, so
         that an error leaves the module as it was; the memory for that is as large as
         what is read. False reads straight into the module, in little more than half of
-        the time. VersionGone then has `overwritten`, and the module is a mix of two
-        versions until the next call succeeds, with any version.
+        the time. After VersionGone with `overwritten`, or IntegrityError or StorageError,
+        the module is a mix of two versions until the next call succeeds, with any
+        version.
 
         Raises StructureMismatch; NotFound if no tensor has the prefix; VersionGone;
         InvalidRequest for a module that FSDP1 has flattened; IntegrityError,
         StorageError. No other thread may use the module meanwhile.
         """
-        with self._reading(self.tag):
+        with _errors(self.tag):
             return load_into(self._opened, module, prefix=prefix, strict=strict, staged=staged)
 
     @contextmanager
     def _reading(self, what: str) -> Iterator[None]:
-        """Context manager.
+        """Context manager for reads into new memory.
 
-        An OSError or a RecursionError that is raised inside becomes a CkptdError that
-        says what could not be read. Raises VersionGone at the end, or in place of such
-        an error, if this snapshot has been replaced in memory.
+        Raises VersionGone at the end, or in place of an error, if this snapshot has been
+        replaced in memory; and the errors of `_errors`.
         """
-        try:
+        with _errors(what), not_gone(self._opened):
             yield
-        except VersionGone:
-            raise
-        except (OSError, RecursionError, IntegrityError) as error:
-            self._opened.check_not_gone()
-            if isinstance(error, OSError):
-                raise StorageError.of(f"read {what}", error) from None
-            if isinstance(error, RecursionError):
-                raise IntegrityError(
-                    f"{what}: its values are nested more deeply than this Python can follow"
-                ) from None
-            raise
-        self._opened.check_not_gone()
 
     def close(self) -> None:
         self._opened.close()
@@ -400,6 +388,23 @@ class Checkpoint:
             f"<{type(self).__name__} {self.job}/{self.tag} step {self.step}, "
             f"{len(self._opened.saved.names())} tensors>"
         )
+
+
+@contextmanager
+def _errors(what: str) -> Iterator[None]:
+    """Context manager.
+
+    An OSError or a RecursionError that is raised inside becomes a CkptdError that says
+    what could not be read.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise StorageError.of(f"read {what}", error) from None
+    except RecursionError:
+        raise IntegrityError(
+            f"{what}: its values are nested more deeply than this Python can follow"
+        ) from None
 
 
 def opened_of(checkpoint: Checkpoint) -> Opened:

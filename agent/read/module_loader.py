@@ -87,27 +87,27 @@ def load_into(
             "FSDP1 has flattened parameters of this module: load into the module before it is "
             "wrapped, or use FSDP2"
         )
-    wanted, lacking = _matched(opened, unwrapped(module), prefix, strict=strict)
-    destinations = {name: tensor.detach() for name, tensor in wanted.items()}
-    shards = needed_shards(saved, destinations)
-    prints = {name: tuple(map(fingerprint, found)) for name, found in shards.items()}
-    before = _held.get(module, {})
-    times = {
-        name: before[name].times + 1
-        if name in before
-        and before[name].fingerprint == prints[name]
-        and before[name].still_in(wanted[name])
-        else 1
-        for name in wanted
-    }
-    # Two chunks that differ have the same crc32c by a chance of 2**-32, which is too
-    # high for chunks that change at every step: one version more must agree.
-    unchanged = [name for name in wanted if times[name] > 2]
-    changed = {name: tensor for name, tensor in destinations.items() if times[name] <= 2}
-    with _not_gone(opened, overwritten=False):
+    with not_gone(opened):
+        wanted, lacking = _matched(opened, unwrapped(module), prefix, strict=strict)
+        destinations = {name: tensor.detach() for name, tensor in wanted.items()}
+        shards = needed_shards(saved, destinations)
+        prints = {name: tuple(map(fingerprint, found)) for name, found in shards.items()}
+        before = _held.get(module, {})
+        times = {
+            name: before[name].times + 1
+            if name in before
+            and before[name].fingerprint == prints[name]
+            and before[name].still_in(wanted[name])
+            else 1
+            for name in wanted
+        }
+        # Two chunks that differ have the same crc32c by a chance of 2**-32, which is too
+        # high for chunks that change at every step: one version more must agree.
+        unchanged = [name for name in wanted if times[name] > 2]
+        changed = {name: tensor for name, tensor in destinations.items() if times[name] <= 2}
         read = stage(shard for name in changed for shard in shards[name]) if staged else 0
     _held.pop(module, None)
-    with nullcontext() if staged else _not_gone(opened, overwritten=True):
+    with nullcontext() if staged else not_gone(opened, overwritten=True):
         loaded = load(saved, changed)
     _held[module] = {
         name: _Held(prints[name], times[name], *_state_of(tensor))
@@ -117,7 +117,7 @@ def load_into(
 
 
 @contextmanager
-def _not_gone(opened: Opened, *, overwritten: bool) -> Iterator[None]:
+def not_gone(opened: Opened, *, overwritten: bool = False) -> Iterator[None]:
     """Context manager for reads of a snapshot.
 
     Raises VersionGone at its end, or in place of an error, if the snapshot was replaced
@@ -125,7 +125,7 @@ def _not_gone(opened: Opened, *, overwritten: bool) -> Iterator[None]:
     """
     try:
         yield
-    except (IntegrityError, OSError):
+    except (IntegrityError, OSError, RecursionError):
         opened.check_not_gone(overwritten=overwritten)
         raise
     opened.check_not_gone(overwritten=overwritten)

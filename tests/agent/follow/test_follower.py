@@ -9,7 +9,7 @@ import os
 import signal
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -416,7 +416,12 @@ def following(into: nn.Module | None = None) -> Iterator[Connection]:
     welcome = m.Welcome(re=0, version=1, root="/none", stall_budget=5.0, features=[LENDING])
     with fake_daemon(welcome) as daemon:
         versions = follow("gpt", into=into, socket=daemon.socket, interval=3600.0)
-        waiting = threading.Thread(target=list, args=(versions,), daemon=True)
+
+        def run() -> None:
+            with suppress(IntegrityError):  # the error of a module that is half overwritten
+                list(versions)
+
+        waiting = threading.Thread(target=run, daemon=True)
         waiting.start()
         try:
             yield daemon.accepted()
@@ -443,6 +448,23 @@ def test_a_damaged_version_in_memory_is_asked_for_once(monkeypatch: pytest.Monke
         daemon.reply(lent)
         asked = daemon.next(m.Lend)
         assert (asked.attempt, asked.step) == (1, 6)
+
+
+def test_a_module_that_a_damaged_version_has_left_half_written_is_reported(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The loop raises the error at its end, rather than just end."""
+    feed = follow("gpt", into=nn.Linear(1, 1), root="/nowhere", timeout=0.0)
+    opened: Any = SimpleNamespace(attempt=1, step=6, tag="6", manifest=None, close=lambda: None)
+    looks = iter([Version("gpt", opened)])
+    monkeypatch.setattr(feed, "_look", lambda seconds: next(looks, None))
+
+    def damaged(self: Version, *_: object, **options: object) -> None:
+        raise IntegrityError("damaged")
+
+    monkeypatch.setattr(Version, "load_into", damaged)
+    with pytest.raises(IntegrityError, match="^damaged$"):
+        next(feed)
 
 
 # -- several ranks

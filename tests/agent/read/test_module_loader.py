@@ -21,6 +21,7 @@ from ckptd.shared.errors import (
     IntegrityError,
     InvalidRequest,
     NotFound,
+    StorageError,
     StructureMismatch,
     VersionGone,
 )
@@ -242,6 +243,51 @@ def test_a_version_that_is_replaced_while_it_is_read_is_no_mix(
         done = found.load_into(other, staged=staged)
         assert (len(done.unchanged) == 0) or staged
     assert_same(run.model, other)
+
+
+@pytest.mark.parametrize("staged", [True, False])
+def test_a_version_that_is_replaced_once_the_module_is_written_is_loaded(
+    run: Run, staged: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last look at the slots is before the first byte is written, or tells of them."""
+    run.snapshot()
+    load, gone = module_loader.load, list[bool]()
+
+    def loaded(saved: Any, destinations: Any) -> int:
+        gone.append(True)
+        return load(saved, destinations)
+
+    with newest(run.home) as found:
+        monkeypatch.setattr(module_loader, "load", loaded)
+        monkeypatch.setattr(SlotSource, "is_gone", lambda slot: bool(gone))
+        if staged:
+            found.load_into(other := made(1))
+            assert_same(run.model, other)
+        else:
+            with pytest.raises(VersionGone, match="half overwritten") as error:
+                found.load_into(made(1), staged=False)
+            assert error.value.overwritten
+        with pytest.raises(VersionGone):
+            found.tensor("model.0.weight")
+
+
+@pytest.mark.parametrize("error", [IntegrityError("damaged"), OSError("cut short")])
+def test_a_version_that_is_replaced_just_after_an_error_overwrites_nothing_in_silence(
+    run: Run, error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The slots are looked at once for an error of a half written module."""
+    run.snapshot()
+    looks = list[bool]()
+
+    def failing(saved: Any, destinations: Any) -> int:
+        monkeypatch.setattr(SlotSource, "is_gone", lambda slot: bool(looks) or looks.append(True))
+        raise error
+
+    with newest(run.home) as found:
+        monkeypatch.setattr(module_loader, "load", failing)
+        with pytest.raises((IntegrityError, StorageError)) as raised:
+            found.load_into(made(1), staged=False)
+    assert not isinstance(raised.value, VersionGone)
 
 
 def test_damage_in_memory_is_no_replacement(run: Run) -> None:
