@@ -23,7 +23,6 @@ from ckptd.agent.read.module_loader import LoadedInto, load_into, not_gone
 from ckptd.agent.read.slices import Index, read_slice
 from ckptd.agent.read.sources import Opened, newer, open_checkpoint
 from ckptd.agent.read.staged_source import ChunkMemory, digest
-from ckptd.agent.state.merge import bare, merge
 from ckptd.agent.state.tree import filled, names_in_records
 from ckptd.agent.threads.interruptible import interruptible
 from ckptd.shared import names
@@ -263,7 +262,7 @@ class Checkpoint:
         pickled code could bring back.
         """
         with self._reading(self.tag):
-            tree = self._tree()
+            tree = self._opened.tree()
             made = materialize(self._opened.saved, self._opened.saved.names())
             return filled(tree, lambda name: made[name] if name in made else self._lacks(name))
 
@@ -284,7 +283,7 @@ class Checkpoint:
         said: list[str] = []
         with self._reading(self.tag):
             total = self._opened.verify()
-            tree, saved = self._tree(said), self._opened.saved
+            tree, saved = self._opened.tree(said), self._opened.saved
             for name in saved.names():
                 try:
                     saved.dtype(name)
@@ -308,16 +307,6 @@ class Checkpoint:
         elif unchecked is not None:
             unchecked += said
         return total
-
-    def _tree(self, refused: list[str] | None = None) -> Any:
-        """Return the state of all ranks as one decoded tree.
-
-        Raises as `Opened.document`, which explains `refused`.
-        """
-        documents = [
-            self._opened.document(rank, refused) for rank in range(len(self._opened.sources))
-        ]
-        return bare(merge([document["state"] for document in documents]))
 
     def _lacks(self, name: str) -> NoReturn:
         raise IntegrityError(f"{self.tag}: its values name the tensor {name!r}, which no part has")

@@ -7,10 +7,12 @@ since are not read.
 
 from __future__ import annotations
 
+import re
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -21,11 +23,15 @@ from ckptd.agent.read.sources import Opened
 from ckptd.agent.read.staged_source import StagedSource, chunks_of, fingerprint, staged_source
 from ckptd.agent.state.module_tensors import difference, missing, raw_tensors, tensors_of
 from ckptd.agent.state.tensor_check import is_expanded, is_uninitialized
+from ckptd.agent.state.tree import ObjectNode, TensorRef
+from ckptd.agent.state.tree import inside as inside_of
 from ckptd.agent.state.wrappers import current_names, flattens, raw_names, unwrapped
 from ckptd.shared.errors import IntegrityError, InvalidRequest, NotFound, StructureMismatch
 from ckptd.shared.units import some_text
 
 _EXTRA = "_extra_state"
+_SECOND = re.compile(r"#[0-9]+$")
+"""The end of the name of a tensor whose key makes the name of another one."""
 _MOST_NAMED = 10
 """The most differences that an error names."""
 
@@ -149,8 +155,10 @@ def _matched(
     """
     saved, inside = opened.saved, f"{prefix}." if prefix else ""
     own = tensors_of(module)
-    theirs = [name.removeprefix(inside) for name in saved.names() if name.startswith(inside)]
-    theirs = [name for name in theirs if name.rpartition(".")[2] != _EXTRA]
+    names = {n.removeprefix(inside): n for n in saved.names() if n.startswith(inside)}
+    if any(_SECOND.search(key) for key in names) or not names.keys() <= own.keys():
+        names = _by_path(opened, prefix) or names
+    theirs = [key for key in names if key.rpartition(".")[2] != _EXTRA]
     if own and not theirs:
         raise NotFound(
             f"{opened.tag} has no tensor below {prefix!r}: name the key of the state that the "
@@ -158,7 +166,7 @@ def _matched(
             f"{some_text(sorted({name.split('.')[0] for name in saved.names()}), 5)}"
         )
     current = current_names(raw_names(module, raw_tensors(module)), theirs)
-    named = {current[name]: f"{inside}{name}" for name in theirs}
+    named = {current[key]: names[key] for key in theirs}
     lacking = missing(own, named)
     unexpected = [name for name in named if name not in own]
     differ: list[str] = []
@@ -184,6 +192,43 @@ def _matched(
             f"{'; '.join(differ[: _MOST_NAMED + 1])}"
         )
     return dict(wanted.values()), lacking
+
+
+def _by_path(opened: Opened, prefix: str) -> dict[str, str]:
+    """Return the names of the tensors below a prefix by their keys there, as the tree of
+    the state has them.
+
+    Two keys of a state may make one name, as "model.weight" beside the module "model":
+    the second tensor then has another name, and only the tree tells which is which.
+    The contents of the value at the prefix come first, then those that lie deeper.
+    """
+    known, inside = set(opened.saved.names()), f"{prefix}." if prefix else ""
+    found: list[tuple[bool, int, str, str]] = []
+    for path, name in _references(opened.tree([]), ()):
+        key = ".".join(path)
+        if name in known and key.startswith(inside):
+            begins = any(".".join(path[:length]) == prefix for length in range(len(path)))
+            found.append((begins, len(path), key.removeprefix(inside), name))
+    there = any(begins for begins, *_ in found)
+    return {
+        key: name
+        for begins, _, key, name in sorted(found, key=lambda one: one[1])
+        if begins or not there
+    }
+
+
+def _references(tree: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], str]]:
+    """Yield the keys that lead to each tensor in a decoded tree, and its name."""
+    if isinstance(tree, TensorRef):
+        yield path, tree.fqn
+    elif isinstance(tree, ObjectNode):
+        yield from _references(tree.tree, path)
+    elif isinstance(tree, dict):
+        for key, value in tree.items():
+            yield from _references(value, (*path, str(key)))
+    else:
+        for number, value in enumerate(inside_of(tree) or ()):
+            yield from _references(value, (*path, str(number)))
 
 
 def _unwritable(tensor: torch.Tensor) -> str:

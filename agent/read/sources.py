@@ -148,6 +148,14 @@ class Opened:
         found["state"] = attach_versions(found["state"], found.get("versions", {}), rank)
         return found
 
+    def tree(self, refused: list[str] | None = None) -> Any:
+        """Return the state of all ranks as one decoded tree.
+
+        Raises as `document`, which explains `refused`.
+        """
+        documents = [self.document(rank, refused) for rank in range(len(self.sources))]
+        return bare(merge([document["state"] for document in documents]))
+
     def metadata(self, documents: Sequence[dict[str, Any]] = ()) -> Metadata:
         """Return DCP's metadata: tensors, values and planner data.
 

@@ -134,6 +134,19 @@ def test_other_dtypes_tied_weights_and_a_prefix_of_a_part(run: Run) -> None:
     assert_same(run.model, compiled._orig_mod)
 
 
+def test_a_tensor_beside_the_module_with_a_name_of_its_tensor_is_left_out(run: Run) -> None:
+    """A module is matched by its keys in the state, as by `load` and `recover`."""
+    saved, stray = nn.Linear(4, 2), {"model.weight": torch.full((2, 4), 9.0)}
+    model: dict[str, Any] = {"model": saved}
+    other = {**stray, "model": saved.state_dict(), "model.more": torch.ones(2)}
+    for step, state in enumerate(({**stray, **model}, {**model, **stray}, other)):
+        run.agent.snapshot(state, step=step).wait("durable", timeout=60)
+        with Checkpoint.open(run.home.root / "gpt", step) as stored:
+            for strict in (True, False):
+                stored.load_into(module := nn.Linear(4, 2), strict=strict)
+                assert_same(saved, module)
+
+
 def test_a_module_without_tensors_loads_nothing(run: Run) -> None:
     """Load nothing below a prefix that the checkpoint lacks, and miss nothing there."""
     run.snapshot()
