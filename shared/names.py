@@ -98,7 +98,7 @@ def check_name(kind: str, name: str) -> str:
 
 
 def check_user_tag(tag: str) -> str:
-    """Return `tag` if a user may give it to a checkpoint.
+    """Return `tag` if it can be a user's tag of a checkpoint.
 
     Raises InvalidName otherwise, also for `step-...`, which ckptd itself uses.
     """
@@ -109,6 +109,20 @@ def check_user_tag(tag: str) -> str:
             f"tag= out or choose another"
         )
     return tag
+
+
+def check_new_tag(tag: str) -> str:
+    """Return `tag` if a user may give it to a new checkpoint.
+
+    Raises InvalidName otherwise, also for `newest`, which chooses a checkpoint. Earlier
+    versions of ckptd accepted that tag, so a checkpoint may have it.
+    """
+    if tag == NEWEST:
+        raise InvalidName(
+            f"tag {tag!r} cannot be used: it means the newest checkpoint of a job; leave tag= out "
+            f"or choose another"
+        )
+    return check_user_tag(tag)
 
 
 def tag_directory(step: int | None, tag: str | None, attempt: int) -> str:

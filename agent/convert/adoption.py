@@ -30,7 +30,7 @@ from ckptd.shared.errors import (
     storage_errors,
 )
 from ckptd.shared.location import Location, Url, is_same, located
-from ckptd.shared.names import check_name, check_user_tag, tag_directory
+from ckptd.shared.names import check_name, check_new_tag, tag_directory
 from ckptd.shared.storage.locate import check_new_root, is_root
 
 
@@ -104,7 +104,7 @@ def adopt(
     with storage_errors(f"adopt {path}"):
         _check_job(located(root), job)
     if tag is not None:
-        check_user_tag(tag)
+        check_new_tag(tag)
     if ranks_of(None).world_size > 1:
         raise InvalidRequest(
             "adopt is called in one process, and this is one of several ranks: call it before "

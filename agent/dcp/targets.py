@@ -107,7 +107,7 @@ class Target:
         step, place = _STEP.fullmatch(tag), RankPlace.of(welcome, job)
         if step is not None:
             return cls(at, str(root), job, None, int(step[1]), place)
-        return cls(at, str(root), job, names.check_user_tag(tag), None, place)
+        return cls(at, str(root), job, names.check_new_tag(tag), None, place)
 
 
 def _daemon(path: Location, socket: str | None) -> tuple[str | None, Location, Welcome] | None:

@@ -21,7 +21,7 @@ from ckptd.shared.errors import InvalidRequest
 from ckptd.shared.formats.bounds import MAX_DEPTH, deeper_than
 from ckptd.shared.formats.membership import Membership
 from ckptd.shared.formats.snapshot_request import MAX_REQUEST, SnapshotRequest
-from ckptd.shared.names import check_name, check_user_tag
+from ckptd.shared.names import check_name, check_new_tag
 from ckptd.shared.retention import Policy
 from ckptd.shared.system.machine import host
 from ckptd.shared.system.settings import FOREIGN_MEMORY_CHOICES
@@ -207,7 +207,7 @@ def make_request(
         raise InvalidRequest(f"step is {step!r}; expected an integer from 0 to 10**18 - 1")
     check_choice("on_busy", on_busy, OnBusy)
     if tag is not None:
-        check_user_tag(tag)
+        check_new_tag(tag)
     if metrics is not None and not isinstance(metrics, Mapping):
         raise InvalidRequest(
             f"metrics is {metrics!r}; expected numbers by name, like {{'loss': 0.5}}"

@@ -317,7 +317,7 @@ class Engine:
         job, key = self._current(owner), (owner.attempt, number)
         self._check_turn(job, owner, number)
         directory = names.tag_directory(
-            number, names.check_user_tag(tag) if tag is not None else None, owner.attempt
+            number, names.check_new_tag(tag) if tag is not None else None, owner.attempt
         )
         if tag is not None:
             d.check_tag(job, key, directory, tag)

@@ -122,7 +122,9 @@ def choose(named: Named, step: int | None = None) -> Chosen:
     wanted = _STEP.fullmatch(place.name)
     if (wanted is None and place.name != NEWEST) or place == place.parent:
         return Chosen(place)
-    if is_prefix(place) or not (job := _Job.at(place.parent)) or job.has_tag(place.name):
+    if is_prefix(place) or not (job := _Job.at(place.parent)):
+        return Chosen(place)
+    if wanted is not None and job.has_tag(place.name):
         return Chosen(place)
     return job.newest() if wanted is None else job.of_step(int(wanted["step"] or wanted["short"]))
 

@@ -364,6 +364,7 @@ def test_a_lack_of_descriptors_does_not_bring_an_older_state_back(agent: Agent, 
         ({"tag": "../x"}, errors.InvalidName, "tag '../x' cannot be a name"),
         ({"tag": "a\0b"}, errors.InvalidName, "cannot be a name"),
         ({"tag": "x" * 300}, errors.InvalidName, "cannot be a name"),
+        ({"tag": "newest"}, errors.InvalidName, "it means the newest checkpoint of a job"),
         (
             {"tag": "step-00000001"},
             errors.InvalidName,

@@ -87,6 +87,15 @@ def test_user_tags_may_not_look_like_those_of_ckptd(tag: str) -> None:
     assert names.check_name("job", tag) == tag
 
 
+def test_a_new_tag_may_not_be_newest_and_an_old_one_may() -> None:
+    with pytest.raises(InvalidName, match="^tag 'newest' cannot be used: it means the newest"):
+        names.check_new_tag("newest")
+    with pytest.raises(InvalidName, match="made by ckptd"):
+        names.check_new_tag("step-1")
+    assert names.check_new_tag("newest-1") == "newest-1"
+    assert names.check_user_tag("newest") == "newest"
+
+
 @each_case(
     ("step", "tag", "attempt", "directory", "stem"),
     [

@@ -265,6 +265,7 @@ def test_damage_that_is_found_late_leaves_no_checkpoint(
         ({"step": -1}, InvalidRequest, "step is -1; expected an integer from 0"),
         ({"tag": "a/b"}, InvalidName, "tag 'a/b'"),
         ({"tag": "step-1"}, InvalidName, "names beginning with 'step-' are made by ckptd"),
+        ({"tag": "newest"}, InvalidName, "it means the newest checkpoint of a job"),
         ({"job": "a b"}, InvalidName, "job 'a b'"),
         (
             {"format": "zip"},

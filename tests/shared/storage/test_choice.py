@@ -83,11 +83,17 @@ def test_a_place_without_a_choice_stays_as_it_is(job: Path, typed: str) -> None:
 
 
 def test_a_tag_that_exists_comes_before_a_choice(job: Path) -> None:
-    for name in ("100", "newest"):
-        (job / tag(200, 2)).rename(job / f"{name}.a0001")
-        assert choose(Named.parse(f"{job}/{name}")) == Chosen(job / name)
-        (job / f"{name}.a0001").rename(job / tag(200, 2))
-        assert choose(Named.parse(f"{job}/{name}")) != Chosen(job / name)
+    (job / tag(200, 2)).rename(job / "100.a0001")
+    assert choose(Named.parse(f"{job}/100")) == Chosen(job / "100")
+    (job / "100.a0001").rename(job / tag(200, 2))
+    assert choose(Named.parse(f"{job}/100")) != Chosen(job / "100")
+
+
+def test_newest_is_the_newest_also_if_a_checkpoint_has_that_tag(job: Path) -> None:
+    """Earlier versions accepted the tag. Its directory names the checkpoint."""
+    (job / tag(100, 1)).rename(job / "newest.a0001")
+    assert choose(Named.parse(f"{job}/newest")).place == job / tag(200, 2)
+    assert choose(Named.parse(f"{job}/newest.a0001")) == Chosen(job / "newest.a0001")
 
 
 def test_a_job_whose_name_is_a_number_is_a_job(job: Path) -> None:
