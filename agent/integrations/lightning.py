@@ -35,6 +35,7 @@ from ckptd.agent.schedule import Schedule
 from ckptd.agent.state.capture import rng_state, set_rng_state
 from ckptd.agent.state.tree import per_rank
 from ckptd.agent.training_run import check_one_model
+from ckptd.integrations.fit_changes import FitChanges, accumulated, restore
 from ckptd.integrations.framework import (
     attach_once,
     calls_of,
@@ -182,6 +183,7 @@ class _Attachment:
         step = self._best()[0] if self._wanted == "best" else None
         self._active = True
         self._progress.reshaped = False
+        self._progress.changes.begin(trainer)
         check_one_model(self._given, trainer.lightning_module)
         recovered = agent.recover(self._state(), step=step, on_reshape=self._progress.reshape)
         say = import_module(f"{_package_of(trainer)}.utilities.rank_zero").rank_zero_info
@@ -258,6 +260,7 @@ class _Attachment:
             self._go_on(self._recovered)
 
     def _go_on(self, recovered: Recovered) -> None:
+        self._progress.restore_changes()
         recovered.restore_rng()
         self._recovered = None
 
@@ -303,8 +306,15 @@ class _Attachment:
             original(fetcher)
         except SystemExit as error:
             if type(error).__name__ == "SIGTERMException" and self._trainer.world_size == 1:
-                self._after_batch(last=False)
-                self._take(self._step, now=True)
+                if self._trainer.validating:
+                    log.warning(
+                        "SIGTERM came during a validation, which a snapshot cannot go on with: the "
+                        "newest snapshot is that of step %d",
+                        self._last_step,
+                    )
+                else:
+                    self._after_batch(last=False)
+                    self._take(self._step, now=True)
             raise
         loop, trainer = self._trainer.fit_loop.epoch_loop, self._trainer
         stopped = trainer.should_stop and trainer.fit_loop._can_stop_early
@@ -460,6 +470,7 @@ class _Progress:
         self.inside_epoch = False
         self.reshaped = False
         self.data = _Data()
+        self.changes = FitChanges()
         self._found: dict[str, Any] = {}
 
     # -- saving
@@ -490,6 +501,7 @@ class _Progress:
                             if (held := one.state_dict())
                         },
                         "hooks": self._hooks(loops),
+                        "changes": self.changes.state(trainer),
                         "callback_metrics": dict(connector._callback_metrics),
                         "logged_metrics": dict(connector._logged_metrics),
                         "progress_bar_metrics": dict(connector._progress_bar_metrics),
@@ -607,7 +619,7 @@ class _Progress:
         samples = states[0].get("samples", batches) if states else batches
         if not states or "began" not in states[0] or samples == batches * samples_per_batch:
             return batches, not self.reshaped
-        every = self._trainer.accumulate_grad_batches
+        every = accumulated(self._trainer, self._saved_changes())
         position = samples // samples_per_batch // every * every
         log.warning(
             "the batch size or the number of ranks has changed: the position in the epoch is kept "
@@ -622,6 +634,20 @@ class _Progress:
         for name in ("ready", "started", "processed", "completed"):
             setattr(current, name, position)
         return position, False
+
+    def _saved_changes(self) -> dict[str, Any]:
+        """Return the changes of the recovered snapshot, which earlier versions did not
+        save.
+        """
+        return dict(self._found["rank"].get("changes", {}))
+
+    def restore_changes(self) -> None:
+        """Make the changes again that hooks had made by the snapshot.
+
+        Hooks at the start of the training have run: Lightning's check that nothing
+        accumulates before its scheduler does is one of them.
+        """
+        restore(self._trainer, self._saved_changes())
 
     def saved_data(self) -> list[dict[str, Any]]:
         """Return the states of the loaders of the recovered snapshot."""

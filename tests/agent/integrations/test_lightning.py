@@ -7,6 +7,8 @@ import csv
 import os
 import subprocess
 import sys
+from contextlib import nullcontext
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -349,6 +351,90 @@ def test_batches_that_were_trained_on_are_not_loaded_again(daemon: Daemon, tmp_p
     assert len(loaded) == 60 - 40  # the snapshot has step 10
     assert losses[12:14] == first[10:12]
     assert len(losses) == 12 + 5
+
+
+def trained(daemon: Daemon, path: Path, model: Any, *callbacks: Any, ends: Any = ()) -> Any:
+    """Train for three epochs of 15 batches, in lives that end after these numbers of
+    batches. Return the loss and the number of optimizer steps of each batch.
+    """
+    import lightning as L
+
+    from tests.support.lightning_trainer import Data
+
+    found: dict[int, Any] = {}
+
+    class Noting(L.Callback):
+        """Notes the loss of each batch, and ends the training inside an epoch."""
+
+        def __init__(self, end: int | None) -> None:
+            self._end = end
+
+        def on_train_batch_end(
+            self, trainer: Any, module: Any, outputs: Any, batch: Any, number: int
+        ) -> None:
+            seen = trainer.current_epoch * 15 + number + 1
+            found[seen] = float(outputs["loss"].detach()), trainer.global_step
+            if len(found) == self._end:
+                raise Killed
+
+    for end in (*ends, None):
+        L.seed_everything(1, verbose=False)
+        made = trainer(path, max_epochs=3, callbacks=[*(make() for make in callbacks), Noting(end)])
+        agent = Agent(f"{model.__name__}-{len(ends)}", socket=daemon.home.socket)
+        attach(made, every_n_steps=2, agent=agent)
+        with pytest.raises((Killed, SystemExit)) if end else nullcontext():
+            made.fit(model(), datamodule=Data())
+        agent.close()
+    return found
+
+
+def test_a_schedule_of_accumulation_goes_on_inside_an_epoch(daemon: Daemon, tmp_path: Path) -> None:
+    from lightning.pytorch.callbacks import GradientAccumulationScheduler
+
+    from tests.support.lightning_trainer import Model
+
+    scheduler = partial(GradientAccumulationScheduler, {0: 1, 1: 3, 2: 2})
+    whole = trained(daemon, tmp_path, Model, scheduler)
+    assert [whole[15][1], whole[30][1], whole[45][1]] == [15, 15 + 5, 15 + 5 + 8]
+    assert trained(daemon, tmp_path, Model, scheduler, ends=(23, 36)) == whole
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_modes_that_a_hook_has_set_come_back(daemon: Daemon, tmp_path: Path, first: int) -> None:
+    from tests.support.lightning_trainer import Model
+
+    class Frozen(Model):
+        """A model that keeps two of its layers as they are from an epoch on."""
+
+        def on_train_epoch_start(self) -> None:
+            if self.current_epoch == first:
+                self.layers[1].eval()
+                self.layers[0].requires_grad_(False)
+
+    whole = trained(daemon, tmp_path, Frozen)
+    assert trained(daemon, tmp_path, Frozen, ends=(8, 17, 36)) == whole
+    assert trained(daemon, tmp_path, Model)[45] != whole[45]
+
+
+def test_a_validation_that_sigterm_ends_is_made_again(
+    daemon: Daemon, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    from lightning.pytorch.utilities.exceptions import SIGTERMException
+
+    from tests.support.lightning_trainer import Model
+
+    class Terminated(Model):
+        """A model whose first validation is ended."""
+
+        def on_validation_batch_end(self, *_: Any) -> None:
+            if comes and self.global_step == 15:
+                comes.pop()
+                raise SIGTERMException
+
+    comes = [True]
+    found = trained(daemon, tmp_path, Terminated, patient, ends=(99,))
+    assert "the newest snapshot is that of step 14" in caplog.text
+    assert found == trained(daemon, tmp_path, Model, patient)
 
 
 def test_fast_dev_run_saves_nothing(
