@@ -569,7 +569,8 @@ class Agent:
         )
 
     @interruptible
-    def _recover(self, state: Any, options: Options) -> Recovered | None:
+    def _recover(self, state: Any, options: Options, *, is_part: bool = False) -> Recovered | None:
+        """Recover a state. `is_part` is True if the recovery of the whole state follows."""
         step = options.step
         link = self._link
         # Tensors that are made in inference mode cannot be trained.
@@ -583,9 +584,11 @@ class Agent:
             if self.world_size == 1:
                 link.ready()
             link.client.wait_connected(link.stall_budget)
+            settings = None
             if self._kept_plan.settings is None and link.last_step < 0:
                 # Later calls see settings that the training or a checkpoint has changed.
-                options = replace(options, settings=settings_of(state))
+                settings = settings_of(state) if options.settings is None else options.settings
+            options = replace(options, settings=settings)
             recovery = Recovery(
                 link.client,
                 link.ranks,
@@ -598,6 +601,8 @@ class Agent:
             recovered = recovery.run(
                 state, step=step, last_step=_UNKNOWN if link.interrupted else link.last_step
             )
+            if is_part:
+                return recovered
             if options.settings is not None:
                 self._kept_plan.settings = options.settings
             if recovered is None and link.unnamed and link.job != DEFAULT:
@@ -669,6 +674,28 @@ def recover_tag(agent: Agent, state: Any, tag: str) -> Recovered | None:
     For other modules of ckptd. Raises the errors of `Agent.recover`.
     """
     return agent._recover(state, Options(strict=False, tag=tag))
+
+
+def recover_after_part(
+    agent: Agent,
+    state: Any,
+    part: Any,
+    whole: Callable[[], Any],
+    *,
+    step: int | None,
+    on_reshape: OnReshape | None,
+) -> Recovered | None:
+    """Recover `part`, which has some keys of `state`, and then the whole state of the
+    same step, which `whole` makes from the recovered part.
+
+    For integrations, as a state may need the form of the snapshot. Raises the errors of
+    `Agent.recover` and of `whole`.
+    """
+    options = Options(strict=False, on_reshape=on_reshape, step=step, settings=settings_of(state))
+    found = agent._recover(part, options, is_part=True)
+    if found is None:
+        return None
+    return agent._recover(whole(), replace(options, strict=True, step=found.step))
 
 
 def _with_replicas(request: SnapshotRequest, digests: Callable[[], list[ReplicaDigests]]) -> bytes:

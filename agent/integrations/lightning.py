@@ -24,7 +24,7 @@ import torch
 from torch.optim.swa_utils import AveragedModel
 
 from ckptd.agent import default
-from ckptd.agent.agent import Agent
+from ckptd.agent.agent import Agent, recover_after_part
 from ckptd.agent.convert.load_model import load_model
 from ckptd.agent.link.arguments import job_name
 from ckptd.agent.link.launch import find_place
@@ -35,7 +35,12 @@ from ckptd.agent.schedule import Schedule
 from ckptd.agent.state.capture import rng_state, set_rng_state
 from ckptd.agent.state.tree import per_rank
 from ckptd.agent.training_run import check_one_model
-from ckptd.integrations.fit_changes import FitChanges, accumulated, restore
+from ckptd.integrations.fit_changes import (
+    FitChanges,
+    accumulated,
+    add_groups,
+    restore,
+)
 from ckptd.integrations.framework import (
     attach_once,
     calls_of,
@@ -48,7 +53,7 @@ from ckptd.integrations.sampler_order import (
     order_of,
     set_held_states,
 )
-from ckptd.shared.errors import InvalidRequest
+from ckptd.shared.errors import InvalidRequest, StructureMismatch
 from ckptd.shared.location import located
 from ckptd.shared.storage.locate import open_root, tags_of
 
@@ -182,10 +187,9 @@ class _Attachment:
         self._place = agent.root, agent.job
         step = self._best()[0] if self._wanted == "best" else None
         self._active = True
-        self._progress.reshaped = False
-        self._progress.changes.begin(trainer)
+        self._progress.begin()
         check_one_model(self._given, trainer.lightning_module)
-        recovered = agent.recover(self._state(), step=step, on_reshape=self._progress.reshape)
+        recovered = self._recover(agent, step)
         say = import_module(f"{_package_of(trainer)}.utilities.rank_zero").rank_zero_info
         if recovered is None:
             if not self._file:
@@ -211,6 +215,27 @@ class _Attachment:
             )
         if not self._is_finished(recovered.step):
             say(f"ckptd: the training goes on from step {recovered.step}, from {recovered.source}")
+
+    def _recover(self, agent: Agent, step: int | None) -> Recovered | None:
+        """Recover a step, or the newest snapshot.
+
+        Parameter groups that hooks had added by then are added first.
+        """
+        state, progress = self._state(), self._progress
+        try:
+            return agent.recover(state, step=step, on_reshape=progress.reshape)
+        except StructureMismatch as error:
+            mismatch = error
+
+        def with_groups() -> dict[str, Any]:
+            if not progress.add_groups():
+                raise mismatch
+            return self._state()
+
+        part = {"lightning": progress}
+        return recover_after_part(
+            agent, state, part, with_groups, step=step, on_reshape=progress.reshape
+        )
 
     def _is_finished(self, step: int) -> bool:
         """Return True, and say so, if the snapshot is the end of the training."""
@@ -470,8 +495,14 @@ class _Progress:
         self.inside_epoch = False
         self.reshaped = False
         self.data = _Data()
-        self.changes = FitChanges()
+        self._changes = FitChanges()
         self._found: dict[str, Any] = {}
+
+    def begin(self) -> None:
+        """Begin a call of `fit`."""
+        self.reshaped = False
+        self._found = {}
+        self._changes.begin(self._trainer)
 
     # -- saving
 
@@ -501,7 +532,7 @@ class _Progress:
                             if (held := one.state_dict())
                         },
                         "hooks": self._hooks(loops),
-                        "changes": self.changes.state(trainer),
+                        "changes": self._changes.state(trainer),
                         "callback_metrics": dict(connector._callback_metrics),
                         "logged_metrics": dict(connector._logged_metrics),
                         "progress_bar_metrics": dict(connector._progress_bar_metrics),
@@ -591,6 +622,10 @@ class _Progress:
         for callback in trainer.callbacks:
             if callback.state_key in rank["callbacks"]:
                 callback.load_state_dict(rank["callbacks"][callback.state_key])
+                if hasattr(callback, "_internal_optimizer_metadata"):
+                    # A BaseFinetuning would put the settings with which groups were added in
+                    # place of those that are recovered.
+                    callback._restarting = False
         hooks = rank["hooks"]
         if trainer.datamodule is not None and hooks["datamodule"]:
             trainer.datamodule.load_state_dict(hooks["datamodule"])
@@ -635,11 +670,17 @@ class _Progress:
             setattr(current, name, position)
         return position, False
 
+    def add_groups(self) -> bool:
+        """Add the parameter groups that hooks had added by the snapshot, and return True
+        if there are some.
+        """
+        return add_groups(self._trainer, self._saved_changes())
+
     def _saved_changes(self) -> dict[str, Any]:
         """Return the changes of the recovered snapshot, which earlier versions did not
         save.
         """
-        return dict(self._found["rank"].get("changes", {}))
+        return dict(self._found.get("rank", {}).get("changes", {}))
 
     def restore_changes(self) -> None:
         """Make the changes again that hooks had made by the snapshot.

@@ -17,9 +17,10 @@ import pytest
 import torch
 
 from ckptd.agent import Agent, Checkpoint
-from ckptd.agent.agent import link_of, recover_tag, silence_advice
+from ckptd.agent.agent import link_of, recover_after_part, recover_tag, silence_advice
 from ckptd.agent.link import client
 from ckptd.agent.link.script import script
+from ckptd.agent.recover.recovery import Recovery
 from ckptd.daemon.commands import health
 from ckptd.daemon.telemetry import refusals
 from ckptd.shared import errors
@@ -113,6 +114,45 @@ def test_a_tag_is_recovered_although_a_later_attempt_has_its_step(daemon: Daemon
         "step-00000008": (None, [0.0, 0.0]),
     }
     agent.close()
+
+
+def test_a_state_is_made_from_a_part_of_the_snapshot(
+    daemon: Daemon, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reported: list[int] = []
+    monkeypatch.setattr(Recovery, "report", lambda self, one: reported.append(one.step))
+
+    def state(layers: int) -> dict[str, Any]:
+        weights = [torch.nn.Parameter(torch.zeros(2)) for _ in range(layers)]
+        groups = [{"params": [one], "lr": 0.1} for one in weights]
+        model = torch.nn.ParameterList(weights)
+        return {"layers": layers, "model": model, "optimizer": torch.optim.SGD(groups)}
+
+    agent = Agent("job", socket=daemon.home.socket)
+    agent.recover(state(1))
+    for step in (1, 2):
+        saved = state(1 + step)
+        saved["optimizer"].param_groups[-1]["lr"] = 0.3  # no setting of the script
+        torch.nn.init.constant_(saved["model"][-1], step)
+        agent.snapshot(saved, step=step).wait("sealed")
+    agent.close()
+    for wanted, layers in ((None, 3), (1, 2)):
+        agent = Agent("job", socket=daemon.home.socket)
+        own, part = state(1), {"layers": 0}
+        made: list[dict[str, Any]] = []
+
+        def whole(found: Any = part, made: list[dict[str, Any]] = made) -> dict[str, Any]:
+            made.append(state(found["layers"]))
+            return made[0]
+
+        recovered = recover_after_part(agent, own, part, whole, step=wanted, on_reshape=None)
+        assert recovered is not None
+        assert recovered.step == layers - 1
+        assert made[0]["model"][layers - 1].tolist() == [layers - 1.0] * 2
+        assert made[0]["optimizer"].param_groups[-1]["lr"] == 0.3
+        agent.close()
+    assert "settings of the script" not in caplog.text
+    assert reported == [2, 1]  # each recovery once
 
 
 def test_an_agent_whose_advice_is_silenced_gives_none(

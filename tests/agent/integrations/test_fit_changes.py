@@ -6,9 +6,17 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 
-from ckptd.integrations.fit_changes import FitChanges, accumulated, changed_flags, flags_of, restore
+from ckptd.integrations.fit_changes import (
+    FitChanges,
+    accumulated,
+    add_groups,
+    changed_flags,
+    flags_of,
+    restore,
+)
 
 
 def module() -> nn.Module:
@@ -18,7 +26,10 @@ def module() -> nn.Module:
 
 
 def trainer_of(model: nn.Module, batches: int = 1) -> Any:
-    return SimpleNamespace(lightning_module=model, accumulate_grad_batches=batches)
+    optimizer = torch.optim.SGD(model[0].parameters(), lr=0.1)  # type: ignore[index]
+    return SimpleNamespace(
+        lightning_module=model, accumulate_grad_batches=batches, optimizers=[optimizer]
+    )
 
 
 def test_only_changes_are_noted() -> None:
@@ -68,3 +79,26 @@ def test_a_name_that_the_model_lacks_is_a_warning(caplog: pytest.LogCaptureFixtu
     restore(trainer, {"training": {"2": False, "1": False}, "requires_grad": {"2.bias": False}})
     assert trainer.lightning_module[1].training is False
     assert "hooks have changed the mode of 2, 2.bias since the training began" in caplog.text
+
+
+def test_groups_that_were_added_are_added_again() -> None:
+    trainer, changes = trainer_of(module()), FitChanges()
+    changes.begin(trainer)
+    group = {"params": [trainer.lightning_module[1][0].bias], "lr": 0.5, "name": "added"}
+    trainer.optimizers[0].add_param_group(group)
+    saved = changes.state(trainer)
+    again = trainer_of(module())
+    assert add_groups(again, {}) is False
+    assert add_groups(again, saved) is True
+    first, added = again.optimizers[0].param_groups
+    assert len(first["params"]) == 2
+    assert added["params"][0] is again.lightning_module[1][0].bias
+    assert (added["lr"], added["name"], added["momentum"]) == (0.5, "added", 0)
+
+
+def test_groups_of_another_script_are_not_added() -> None:
+    trainer = trainer_of(module())
+    for names in (["0.weight"], ["none"]):  # an optimizer has it already, and no such parameter
+        assert add_groups(trainer, {"groups": [[{"params": names, "lr": 0.1}]]}) is False
+    assert add_groups(trainer, {"groups": [[], [{"params": ["1.0.bias"]}]]}) is False
+    assert len(trainer.optimizers[0].param_groups) == 1

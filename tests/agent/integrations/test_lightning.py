@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from ckptd.agent import Agent, Schedule
 from ckptd.integrations.lightning import attach
-from ckptd.shared.errors import InvalidRequest
+from ckptd.shared.errors import InvalidRequest, StructureMismatch
 from tests.support.daemons import Daemon
 
 if TYPE_CHECKING:
@@ -414,6 +414,41 @@ def test_modes_that_a_hook_has_set_come_back(daemon: Daemon, tmp_path: Path, fir
     whole = trained(daemon, tmp_path, Frozen)
     assert trained(daemon, tmp_path, Frozen, ends=(8, 17, 36)) == whole
     assert trained(daemon, tmp_path, Model)[45] != whole[45]
+
+
+@pytest.mark.parametrize("by", ["callback", "module"])
+def test_parameters_that_are_added_to_an_optimizer_are_recovered(
+    daemon: Daemon, tmp_path: Path, by: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    from lightning.pytorch.callbacks import BackboneFinetuning
+
+    from tests.support.lightning_trainer import Model
+
+    class Finetuned(Model):
+        """A model of which the first epoch trains only the last layer."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.backbone = self.layers[:-1]
+
+        def on_train_epoch_start(self) -> None:
+            if by == "module" and self.current_epoch == 1:
+                group = {"params": self.backbone.parameters(), "lr": 1e-3, "name": "backbone"}
+                self.trainer.optimizers[0].add_param_group(group)
+
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.SGD(self.layers[-1].parameters(), lr=0.1, momentum=0.9)
+            schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.95)
+            return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+
+    unfreezing = partial(BackboneFinetuning, 1, backbone_initial_lr=0.01, should_align=False)
+    callbacks = [unfreezing] if by == "callback" else []
+    whole = trained(daemon, tmp_path, Finetuned, *callbacks)
+    assert trained(daemon, tmp_path, Finetuned, *callbacks, ends=(8, 17, 36)) == whole
+    assert caplog.text.count("the training goes on from step") == 3
+    assert "settings of the script" not in caplog.text
+    with pytest.raises(StructureMismatch, match="the checkpoint has the optimizer SGD"):
+        trained(daemon, tmp_path, type("Finetuned", (Model,), {}), ends=(8, 17, 36))
 
 
 def test_a_validation_that_sigterm_ends_is_made_again(
