@@ -15,6 +15,7 @@ from torch import nn
 
 from ckptd.agent import Agent, Checkpoint
 from ckptd.agent.read import module_loader
+from ckptd.agent.read.loader import load
 from ckptd.agent.read.module_loader import LoadedInto
 from ckptd.agent.read.slot_source import SlotSource
 from ckptd.shared.errors import (
@@ -264,7 +265,7 @@ def test_a_version_that_is_replaced_once_the_module_is_written_is_loaded(
 ) -> None:
     """The last look at the slots is before the first byte is written, or tells of them."""
     run.snapshot()
-    load, gone = module_loader.load, list[bool]()
+    gone = list[bool]()
 
     def loaded(saved: Any, destinations: Any) -> int:
         gone.append(True)
@@ -290,10 +291,15 @@ def test_a_version_that_is_replaced_just_after_an_error_overwrites_nothing_in_si
 ) -> None:
     """The slots are looked at once for an error of a half written module."""
     run.snapshot()
-    looks = list[bool]()
+    looks = 0
+
+    def replaced_after_the_first_look(slot: SlotSource) -> bool:
+        nonlocal looks
+        looks += 1
+        return looks > 1
 
     def failing(saved: Any, destinations: Any) -> int:
-        monkeypatch.setattr(SlotSource, "is_gone", lambda slot: bool(looks) or looks.append(True))
+        monkeypatch.setattr(SlotSource, "is_gone", replaced_after_the_first_look)
         raise error
 
     with newest(run.home) as found:
