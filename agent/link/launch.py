@@ -101,7 +101,8 @@ def find_place(socket: str | os.PathLike[str] | None, root: str | os.PathLike[st
     the private daemon of the root.
 
     Raises DaemonUnreachable if a named socket does not exist, or if no daemon runs and
-    no root is known. Raises InvalidConfig if the root is a URL that ckptd cannot use.
+    no root is known; Forbidden if a named socket is another user's. Raises InvalidConfig
+    if the root is a URL that ckptd cannot use.
     """
     _warn_of_unknown_variables()
     named = socket or os.environ.get("CKPTD_SOCKET")
@@ -109,7 +110,8 @@ def find_place(socket: str | os.PathLike[str] | None, root: str | os.PathLike[st
     absolute = located(os.path.expanduser(where)) if where else None
     if named:
         path = Path(named)
-        if not path.exists():
+        owners.check_socket(path)
+        if not os.path.exists(path):  # unlike Path.exists, it raises no PermissionError
             raise no_daemon(path)
         return Place(path, absolute, private=False)
     for path in machine.default_sockets():

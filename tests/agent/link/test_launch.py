@@ -7,6 +7,7 @@ from __future__ import annotations
 import os
 import socket
 import subprocess
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -463,6 +464,24 @@ def test_a_named_socket_that_is_not_there_is_refused(bare: Path) -> None:
         match=f"^no daemon listens at /nowhere/s on {machine.host()}: start one with `ckptd run",
     ):
         find_place("/nowhere/s", bare)
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="needs two users")
+def test_a_named_socket_in_the_directory_of_another_user_is_refused(bare: Path) -> None:
+    """Two directories: of the second, this user may not even look at the parent."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as outer:
+        Path(outer).chmod(0o711)
+        theirs = Path(outer) / "theirs"
+        theirs.mkdir(0o700)
+        os.chown(theirs, 12345, 12345)
+        os.seteuid(65534)
+        try:
+            with pytest.raises(errors.Forbidden, match=f"^{theirs} belongs to uid 12345"):
+                find_place(theirs / "s", bare)
+            with pytest.raises(errors.DaemonUnreachable, match="^no daemon listens at"):
+                find_place(theirs / "deeper" / "s", bare)
+        finally:
+            os.seteuid(0)
 
 
 def test_a_daemon_at_a_default_path_is_used_for_its_own_root_only(
