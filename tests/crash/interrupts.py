@@ -487,8 +487,9 @@ def run(
     `number`. Return what was tried, and what is wrong.
     """
     chance, tried, problems = Random(number), Counter[str](), list[str]()
-    end = time.monotonic() + seconds
     with where() as place, running(place, *OPTIONS, environment=BUDGET, forked=True):
+        # From here on, so that a busy machine leaves time for one try at least.
+        end = time.monotonic() + seconds
         trainer: Watched | None = None
         try:
             while (
