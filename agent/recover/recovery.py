@@ -168,14 +168,14 @@ class Recovery:
                 "recover() waits for the nodes to save what they hold in memory: `ckptd status` "
                 "shows how far they are",
             ):
-                said = self._all("deliver", self._deliver, DELIVER_SECONDS)
+                # One daemon answers all ranks of a node at once.
+                seconds = DELIVER_SECONDS if self._nodes else None
+                said = self._all("deliver", self._deliver, seconds)
                 delivered, absent = _delivered(said)
                 # A node that was part of the attempt may have lost its memory since. Whether
                 # it has delivered is known from storage alone.
                 if absent or (delivered and any(one["copies"] for one in said)):
-                    said = self._all(
-                        "deliver-copies", lambda: self._deliver(copies=True), DELIVER_SECONDS
-                    )
+                    said = self._all("deliver-copies", lambda: self._deliver(copies=True), seconds)
                     missing = absent.difference(*(one["ranks"] for one in said))
                     delivered = 0 if missing else delivered
             if self._nodes or absent:
