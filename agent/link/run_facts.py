@@ -81,7 +81,7 @@ def own_command() -> str:
     """Return the command line of this run, as `command_of` writes it.
 
     A child of multiprocessing has the command line of its parent, because its own has
-    numbers that are others at each start.
+    numbers that differ at each start.
     """
     words = sys.orig_argv
     if any(word.startswith("from multiprocessing.") for word in words):

@@ -80,7 +80,7 @@ class Opened:
 
     @property
     def writer(self) -> Writer:
-        """What is known of the run that saved this, by name."""
+        """The facts that are known about the run that saved this, by name."""
         return self.sources[0].plan.writer if self.manifest is None else self.manifest.writer
 
     @property

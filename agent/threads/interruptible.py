@@ -116,7 +116,7 @@ def _is_inside(frame: FrameType | None) -> bool:
 
 
 def _put(stand_ins: dict[int, _StandIn]) -> None:
-    """Put a stand-in in the place of each handler, and add it to `stand_ins`."""
+    """Replace each handler by a stand-in, and add the stand-in to `stand_ins`."""
     for number in _SIGNALS:
         handler = getsignal(number)
         if isinstance(handler, _StandIn):  # left by a call that an exception has ended

@@ -112,7 +112,7 @@ class Engine:
     ) -> Owner:
         """Begin the next attempt, if `attempt` is 0, or join or resume the given one.
 
-        A given attempt of which this daemon knows nothing was begun with an earlier
+        A given attempt that this daemon does not know was begun with an earlier
         daemon, and continues here, unless the storage knows a newer one. Return the
         rank's owner.
 

@@ -299,7 +299,7 @@ class Claims:
 
     async def bring(self, job: Job, attempt: int) -> None:
         """Take the claim of an attempt from a live trainer, which an earlier daemon of
-        this root has begun, and of which nothing but the trainer and the storage knows.
+        this root has begun, and that only the trainer and the storage know.
 
         The storage is waited for only as long as for a new attempt. After that, the
         attempt continues in memory, and its saves wait. Raises Fenced if the storage

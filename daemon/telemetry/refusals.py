@@ -64,7 +64,7 @@ class RefusedProcesses:
 
 @dataclass(slots=True)
 class _Entry:
-    """One rank that is refused. pidfd: that of its process, or -1 if there is none."""
+    """A rank that is refused. pidfd: the pidfd of its process, or -1 if there is none."""
 
     pidfd: int
     first: float
@@ -107,7 +107,7 @@ class Refusals:
         self._drop((pid, job, rank))
 
     def look(self, now: float) -> None:
-        """Log an event for each job of which processes are refused for long by now."""
+        """Log an event for each job whose processes have been refused for long by now."""
         lasting = list(self.lasting(now))
         for one in lasting:
             if one.job not in self._told:

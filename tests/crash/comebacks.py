@@ -7,7 +7,7 @@ clock, the host name. Each subset of them comes once in 96 rounds. The next daem
 continue with the trainer: every later snapshot becomes durable under the same attempt.
 Where it refuses the trainer, because the root is another one or another run has taken
 over, `ckptd status --check` must say so. The trainer has one rank, two ranks, or two
-ranks on two nodes, of which the first or the second loses its daemon.
+ranks on two nodes, where the first or the second loses its daemon.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ SUBSETS = [
     for count in range(len(OTHERS) + 1)
     for taken in itertools.combinations(OTHERS, count)
 ]
-"""What can be taken away together. The state directory has the journal in it."""
+"""The things that can be taken away together. The journal is in the state directory."""
 REFUSING = frozenset({"root identity"})
 """The things without which a daemon may refuse the trainer, if it says so."""
 _DAY = 86_400.0

@@ -467,7 +467,7 @@ def exhaust(where: Path, *, inodes: bool) -> None:
 
 
 class Taking:
-    """What an operating system takes away from a daemon that runs, and gives back.
+    """A thing that an operating system takes away from a running daemon, and gives back.
 
     `options` are those of the daemon, and `under` is the command that starts it.
     `descriptors` is the number of those that it needs more from then on.

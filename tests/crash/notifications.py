@@ -115,7 +115,7 @@ ANSWERS: dict[str, Callable[[socket.socket], None]] = {
     "has a long line": lambda client: client.sendall(b"HTTP/1.1 200 " + b"x" * 99_999 + b"\r\n"),
     "has a false status": lambda client: client.sendall(b"HTTP/1.1 9999999 x\r\n\r\n"),
 }
-"""What servers do once they have read the report."""
+"""The ways in which servers answer once they have read the report."""
 
 
 class Server:

@@ -425,7 +425,7 @@ def test_parameters_that_are_added_to_an_optimizer_are_recovered(
     from tests.support.lightning_trainer import Model
 
     class Finetuned(Model):
-        """A model of which the first epoch trains only the last layer."""
+        """A model whose first epoch trains only the last layer."""
 
         def __init__(self) -> None:
             super().__init__()

@@ -404,7 +404,7 @@ def test_nodes_have_long_to_save_what_they_hold_before_the_others_give_up() -> N
 def test_a_job_on_one_node_has_the_attempt_before_delivered_too(
     had: list[int], rounds: list[str]
 ) -> None:
-    """The attempt before may have been on several nodes, of which this one is left."""
+    """The attempt before may have been on several nodes, and this one alone is left."""
     asked = list[m.Request]()
 
     class Holder(FakeClient):

@@ -169,7 +169,7 @@ async def test_copies_are_waited_for_although_their_saves_have_begun_before() ->
 
 
 async def test_an_attempt_on_one_node_delivers_only_what_older_ones_on_several_left() -> None:
-    """It recovers its own snapshots from memory, without storage."""
+    """The node recovers its own snapshots from memory, without storage."""
     catalog, two = Catalog(), Membership(run_id="0" * 32, ranks=[0])
     job = catalog.job("gpt")
     job.attempt = 3

@@ -223,7 +223,7 @@ async def test_an_attempt_that_is_brought_goes_on_in_memory_and_saves_once_the_d
 
 
 async def test_an_attempt_that_is_brought_while_the_disk_fails_is_looked_for_again() -> None:
-    """It is claimed already: a second claim would take it for that of another daemon."""
+    """The number is claimed: a second claim would take it for that of another daemon."""
     storage, job = Storage(1, 2), Job("gpt")
     storage.answers.set()
     storage.fails = 1

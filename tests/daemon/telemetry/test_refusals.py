@@ -81,7 +81,7 @@ def test_a_process_that_is_dead_is_not_reported(daemon: Refusing) -> None:
 def test_a_run_that_another_one_has_replaced_is_reported_as_long_as_it_lives(
     daemon: Refusing,
 ) -> None:
-    """Its agent does not ask again."""
+    """The agent of a fenced rank does not ask again."""
     daemon.refuse(0, reason="attempt 2 has begun", code=Fenced.code)
     daemon.refuse(0, pid=8, reason="attempt 2 has begun", code=Fenced.code, seen=False)
     assert daemon.lasting(5000.0) == [("gpt", (7,), 5000.0)]
