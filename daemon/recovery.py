@@ -21,8 +21,7 @@ from ckptd.daemon.job.snapshot import Snapshot
 from ckptd.daemon.job.stored_checkpoint import StoredCheckpoint
 from ckptd.daemon.journal import records as r
 from ckptd.daemon.journal.journal import JournalBroken
-from ckptd.daemon.memory.foreign_memory import ForeignMemoryKeeper
-from ckptd.daemon.memory.moved_root import HeldElsewhere
+from ckptd.daemon.memory.foreign_memory import ForeignMemoryKeeper, HeldElsewhere
 from ckptd.daemon.memory.slots import Slot, Slots
 from ckptd.daemon.root.claims import Claims
 from ckptd.daemon.root.storage_calls import StorageCalls

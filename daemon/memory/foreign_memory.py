@@ -14,7 +14,6 @@ import os
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 from ckptd.daemon import log_events
 from ckptd.daemon.memory.slots import ForeignSlot, Slot, Slots
@@ -105,16 +104,28 @@ def read_held(directory: Path) -> Iterator[HeldSnapshot]:
     yield from (newest[key] for key in sorted(newest))
 
 
-class Elsewhere(Protocol):
-    """A snapshot of this root that another daemon holds: `HeldElsewhere`."""
+@dataclass(frozen=True, slots=True)
+class HeldElsewhere:
+    """A snapshot of this root in a directory of segments that belongs to a former path.
 
-    @property
-    def directory(self) -> Path: ...
+    used: True if another daemon uses the directory.
+    """
 
-    @property
-    def held(self) -> HeldSnapshot: ...
+    directory: Path
+    held: HeldSnapshot
+    used: bool = True
 
-    def report(self) -> dict[str, object]: ...
+    def __str__(self) -> str:
+        held = self.held
+        user = ", which another daemon uses now" if self.used else ""
+        return (
+            f"step {held.step} of attempt {held.attempt} of job {held.job!r} is in memory only, "
+            f"saved for this root when it was at {held.root.place}, in {self.directory}{user}"
+        )
+
+    def report(self) -> dict[str, object]:
+        """Return the entry of this snapshot in `ckptd status --json`."""
+        return {**self.held.report(), "directory": str(self.directory)}
 
 
 class ForeignMemoryKeeper:
@@ -138,7 +149,7 @@ class ForeignMemoryKeeper:
         """newest: returns attempt and step of the newest snapshot of a job that this
         daemon has, in memory or on storage.
         """
-        self.elsewhere: Sequence[Elsewhere] = ()
+        self.elsewhere: Sequence[HeldElsewhere] = ()
         self._newest_known = newest
         self._slots = slots
         self._place = place
@@ -150,7 +161,7 @@ class ForeignMemoryKeeper:
         jobs = sorted({each.slot.header.job for each in self._slots.foreign.values()})
         return [found for job in jobs if (found := self._newest(self._of(job))) is not None]
 
-    def missed(self, job: str = "") -> list[Elsewhere]:
+    def missed(self, job: str = "") -> list[HeldElsewhere]:
         """Return the snapshots of this root, of one job or of all, that another daemon
         still holds, and that are newer than all that this daemon has.
         """

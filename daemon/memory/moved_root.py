@@ -9,10 +9,9 @@ import logging
 import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 
-from ckptd.daemon.memory.foreign_memory import HeldSnapshot, read_held
+from ckptd.daemon.memory.foreign_memory import HeldElsewhere, read_held
 from ckptd.daemon.memory.slots import Slots
 from ckptd.shared import names
 from ckptd.shared.errors import CkptdError, IntegrityError
@@ -52,30 +51,6 @@ def gather(slots: Slots, root: Location, disks: Path | None) -> list[HeldElsewhe
                 lambda fd, name: slots.move_in(fd, name, on_disk=True),
             )
     return left
-
-
-@dataclass(frozen=True, slots=True)
-class HeldElsewhere:
-    """A snapshot of this root in a directory of segments that belongs to a former path.
-
-    used: True if another daemon uses the directory.
-    """
-
-    directory: Path
-    held: HeldSnapshot
-    used: bool = True
-
-    def __str__(self) -> str:
-        held = self.held
-        user = ", which another daemon uses now" if self.used else ""
-        return (
-            f"step {held.step} of attempt {held.attempt} of job {held.job!r} is in memory only, "
-            f"saved for this root when it was at {held.root.place}, in {self.directory}{user}"
-        )
-
-    def report(self) -> dict[str, object]:
-        """Return the entry of this snapshot in `ckptd status --json`."""
-        return {**self.held.report(), "directory": str(self.directory)}
 
 
 def held_elsewhere(
