@@ -57,6 +57,8 @@ class App:
         daemon serves clients, or -1.
         """
         self._config, self._ready_fd = config, ready_fd
+        # Counted before the daemon opens any descriptor itself.
+        self._inherited = limits.used() - limits.STANDARD - (ready_fd >= 0)
         self._fs = fs or PosixFileSystem()
         self._stop = asyncio.Event()
         self._fatal: BaseException | None = None
@@ -111,8 +113,9 @@ class App:
                 telemetry.locked()
                 await parts.tell_socket(door.path)
                 self._serving = Serving(
-                    parts, self._stop, self._started, self._ready_fd, self._lost_root, telemetry
-                )
+                    parts, self._stop, self._started, self._ready_fd, self._lost_root, telemetry,
+                    self._descriptors(),
+                )  # fmt: skip
                 await self._serving.run(door, lambda: self._fatal is None)
                 self.unsaved = self._serving.unsaved()
             finally:
@@ -126,6 +129,19 @@ class App:
             )
         if self._fatal is not None:
             raise self._fatal
+
+    def _descriptors(self) -> limits.DescriptorPlan:
+        """Return the plan that divides the file descriptors of this daemon.
+
+        Log a warning if the limit of open files is too low for `max_connections`.
+        """
+        config = self._config
+        own = limits.OWN + max(0, self._inherited) + (config.http_address is not None)
+        plan = limits.DescriptorPlan(config.segments, config.open_files, own)
+        limits.check(plan, limits.soft_limit())
+        if warning := plan.warning(limits.soft_limit(), config.max_connections):
+            log.warning("%s", warning)
+        return plan
 
     def _handle_signals(self) -> None:
         """Handle SIGTERM and SIGINT from now on.
@@ -193,7 +209,7 @@ class Serving:
     """A daemon that has recovered, while clients may use it.
 
     `stop` is set to end it. `lost_root` is called if the root is gone. `telemetry`
-    shows how it is doing.
+    shows how it is doing. `descriptors` is the plan for the limit of open files.
     """
 
     def __init__(
@@ -204,6 +220,7 @@ class Serving:
         ready_fd: int,
         lost_root: Callable[[], None],
         telemetry: Telemetry,
+        descriptors: limits.DescriptorPlan,
     ) -> None:
         self._parts = parts
         self._stop = stop
@@ -213,25 +230,9 @@ class Serving:
         self.ready = False
         self._idle: asyncio.TimerHandle | None = None
         self._service = Service(parts)
-        self._server = Server(parts, self._service, self._vitals, self._descriptors())
+        self._server = Server(parts, self._service, self._vitals, descriptors)
         native_code.warn_once(log)
         parts.events.on_changed.append(self.consider_leaving)
-
-    def _descriptors(self) -> limits.DescriptorPlan:
-        """Return the plan that divides the file descriptors of this daemon.
-
-        Log a warning if the limit of open files is too low for `max_connections`.
-        """
-        # While adopted snapshots are being saved, descriptors come and go: the daemon's
-        # own cannot be counted then.
-        config, parts = self._parts.config, self._parts
-        now = limits.used() - len(parts.slots.slots) - (self._ready_fd >= 0)
-        own = limits.OWN if parts.saver.busy else max(limits.OWN, now)
-        plan = limits.DescriptorPlan(config.segments, config.open_files, own)
-        limits.check(plan, limits.soft_limit())
-        if warning := plan.warning(limits.soft_limit(), config.max_connections):
-            log.warning("%s", warning)
-        return plan
 
     async def run(self, door: Door, may_save: Callable[[], bool]) -> None:
         """Serve until `stop` is set; then save what is owed, if `may_save` returns

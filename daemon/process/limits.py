@@ -27,9 +27,11 @@ SAVING = 2
 """Descriptors of a save besides its part files: the directory of the checkpoint, and a
 manifest or lease. A recovery takes no more.
 """
-OWN = 17
-"""Descriptors of a daemon without clients: 3 standard streams, 9 of uvloop (asyncio has
-fewer), the lock of the root, the journal and its directory, the directory of the
+STANDARD = 3
+"""Descriptors of the standard streams."""
+OWN = STANDARD + 14
+"""Descriptors of a daemon without clients: the standard streams, 9 of uvloop (asyncio
+has fewer), the lock of the root, the journal and its directory, the directory of the
 segments, and the listening socket.
 """
 SPARE = 24

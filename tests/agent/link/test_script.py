@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shlex
 import subprocess
 import sys
 from contextlib import nullcontext
@@ -144,7 +145,7 @@ def test_scripts_of_one_name_that_meet_in_one_job_are_told(place: Home, tmp_path
     paths = [str(Path(os.path.realpath(tmp_path)) / name / "train.py") for name in ("a", "b")]
     assert told("b") == line(f"by another one: {paths[0]}, while this is {paths[1]}")
     assert told("b") == [], "its own checkpoint is the newest now"
-    command = f"{sys.executable} {tmp_path}/b/train.py"
+    command = shlex.join((sys.executable, f"{tmp_path}/b/train.py"))
     assert told("b", "--lr", "1") == line(
         f"with other arguments: {command}, while this is {command} --lr 1"
     )
@@ -152,7 +153,7 @@ def test_scripts_of_one_name_that_meet_in_one_job_are_told(place: Home, tmp_path
     assert told("a", "--lr", "2", job="train") == [], "the job was named"
     assert told("b") == line(
         f"by another one and with other arguments: "
-        f"{sys.executable} {tmp_path}/a/train.py --lr 2 ({paths[0]}), "
+        f"{shlex.join((sys.executable, f'{tmp_path}/a/train.py'))} --lr 2 ({paths[0]}), "
         f"while this is {command} ({paths[1]})"
     )
     shown = ckptd("show", f"{place.root}/train/newest").stdout
