@@ -51,7 +51,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    tiers.begin(allowed=item.get_closest_marker("processes") is not None)
+    marks = map(item.get_closest_marker, ("processes", "frameworks"))
+    tiers.begin(allowed=any(mark is not None for mark in marks))
 
 
 @pytest.hookimpl(trylast=True)

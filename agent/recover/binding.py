@@ -43,6 +43,7 @@ from ckptd.agent.state.tree import (
     Unavailable,
     Unsaved,
     empty_like,
+    tensor_names,
 )
 from ckptd.agent.state.versions import Versions, take_versions
 from ckptd.shared.errors import UnsavableValue
@@ -333,6 +334,8 @@ class Binding:
             return leaves.differ(f"{path}: {why}", keep=path)
         own = {} if kind.whole else kind.fields(place)
         if not own:
+            for fqn in tensor_names(saved.tree.get(kind.values)):
+                leaves.convert(fqn, path, place.dtype)
             fresh = leaves.make(
                 saved.tree, path, place.device if isinstance(place, torch.Tensor) else None
             )

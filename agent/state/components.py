@@ -210,6 +210,7 @@ TENSOR_KINDS: dict[str, Kind] = {
         _into_sparse,
         _make_sparse,
         whole=True,
+        values="values",
         required=("layout", "size"),
         differs=_sparse_differs,
     ),
@@ -223,6 +224,7 @@ TENSOR_KINDS: dict[str, Kind] = {
         ),
         _make_nested,
         whole=True,
+        values="parts",
         required=("jagged", "parts"),
     ),
     "subclass": Kind(

@@ -40,16 +40,18 @@ class Kind:
     `fields` takes a record apart. `restore` brings fields back into a record, and
     returns it, or a new one if it cannot be changed. `alone` makes a record from its
     fields and the name of its class. If `whole` is True, the fields come back as new
-    objects, and are not filled one by one. A file without the `required` fields is
-    damaged. `differs` returns the reason why these fields cannot be brought back into
-    this record, or "". `lacks` returns the reason why this process cannot make the
-    record with `alone`, or "".
+    objects, and are not filled one by one; `values` names the field whose tensors then
+    get the dtype of the record. A file without the `required` fields is damaged.
+    `differs` returns the reason why these fields cannot be brought back into this
+    record, or "". `lacks` returns the reason why this process cannot make the record
+    with `alone`, or "".
     """
 
     fields: Callable[[Any], Fields]
     restore: Callable[[Any, Fields], Any]
     alone: Callable[[Fields, str], Any] = as_dict
     whole: bool = False
+    values: str = ""
     required: tuple[str, ...] = ()
     differs: Callable[[Any, Fields], str] = lambda place, fields: ""
     lacks: Callable[[Fields, str], str] = lambda fields, cls: ""

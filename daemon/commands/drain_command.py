@@ -252,7 +252,7 @@ def due_text(due: m.Due, root: str) -> str:
     what, todo = {
         dues.WAITING: (
             "waits for its turn, or for other nodes to seal it",
-            "give it more time with --deadline",
+            "let all ranks call snapshot for this step, and give it more time with --deadline",
         ),
         dues.SAVING: (f"is still being written: {share}", "give it more time with --deadline"),
         dues.FAILED: (

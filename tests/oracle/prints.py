@@ -178,6 +178,8 @@ def _tensor(tensor: torch.Tensor) -> str:
     if isinstance(tensor, (nn.parameter.UninitializedParameter, nn.parameter.UninitializedBuffer)):
         return f"{kind} uninitialized"
     tensor = tensor.detach()
+    if tensor.is_nested:
+        return f"{kind} nested {tensor.layout} ({', '.join(map(_tensor, tensor.unbind()))})"
     what = f"{kind} {tensor.dtype} {list(tensor.shape)}".replace("torch.", "")
     if isinstance(tensor, (Doubled, EightBit)):
         return (

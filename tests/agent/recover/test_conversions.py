@@ -4,7 +4,7 @@ byte is written, with a call that works.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 import pytest
@@ -16,6 +16,7 @@ from ckptd.agent.read.saved import Saved
 from ckptd.agent.recover import conversions
 from ckptd.agent.recover.conversions import converted_losses, lost, narrows, refused, sharing
 from ckptd.shared.errors import StructureMismatch
+from tests.oracle.prints import text
 from tests.support.cases import each_case
 from tests.support.refusals import exit_of, refusal, refuses
 from tests.support.saved_states import Checkpoint
@@ -249,6 +250,43 @@ def test_a_loss_is_refused_by_key_and_the_given_call_recovers_the_rest(
     same = weight(torch.zeros(2, dtype=saved.dtype))
     Checkpoint(weight(saved)).recover(same)
     assert torch.equal(same["net"].w, saved)
+
+
+@each_case(
+    ("saved", "own", "words"),
+    [
+        (torch.full((2,), 1 + 2j), F32, "complex64, the state float32, and its imaginary parts "
+            "would be lost"),
+        (torch.full((2,), 1.5), torch.int64, "float32, the state int64, and its fractions would be "
+            "lost"),
+        (torch.full((2,), 1e6), F16, "float32, the state float16, and finite values would become "
+            "infinite in float16"),
+    ],
+)  # fmt: skip
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support")
+@each_case(
+    "of",
+    [
+        torch.Tensor.to_sparse,
+        lambda plain: torch.diag(plain).to_sparse_csr(),
+        lambda plain: torch.nested.nested_tensor([plain, plain[:1]], layout=torch.jagged),
+    ],
+)
+def test_a_loss_in_the_values_of_a_tensor_of_tensors_is_refused(
+    of: Callable[[torch.Tensor], torch.Tensor], saved: torch.Tensor, own: torch.dtype, words: str
+) -> None:
+    theirs, place = of(saved), of(torch.ones(2, dtype=own))
+    state = {"x": place, "epoch": 0}
+    refuses(
+        Checkpoint({"x": theirs, "epoch": 7}),
+        state,
+        f"x: the checkpoint has {words}",
+        {"keep": ["x"]},
+    )
+    assert state["x"] is place
+    wider = {"x": of(torch.ones(2, dtype=torch.complex128))}
+    Checkpoint({"x": theirs}).recover(wider)
+    assert text(wider["x"]) == text(theirs.to(torch.complex128))
 
 
 @each_case(

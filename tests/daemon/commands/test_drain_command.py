@@ -263,7 +263,11 @@ ON_THE_STAGE = "is on the stage, and waits for its upload"
 @each_case(
     ("owed", "what", "todo"),
     [
-        (due("waiting"), "waits for its turn, or for other nodes to seal it", MORE_TIME),
+        (
+            due("waiting"),
+            "waits for its turn, or for other nodes to seal it",
+            f"let all ranks call snapshot for this step, and {MORE_TIME}",
+        ),
         (due("saving", **HALF), "is still being written: 3.0 of 8.0 MB, 5.0 MB left", MORE_TIME),
         (
             due("failed", reason="the disk is full"),
