@@ -150,6 +150,6 @@ def _joined(outer: TracebackType | None, inner: TracebackType | None) -> Traceba
     """Return a traceback through the interrupted call and on through the handler."""
     if outer is None:
         return inner
-    return TracebackType(
-        _joined(outer.tb_next, inner), outer.tb_frame, outer.tb_lasti, outer.tb_lineno
-    )
+    # Some instructions have no line: Python then says None, and takes none.
+    line = outer.tb_lineno or outer.tb_frame.f_code.co_firstlineno
+    return TracebackType(_joined(outer.tb_next, inner), outer.tb_frame, outer.tb_lasti, line)

@@ -237,7 +237,8 @@ class Trainer:
                     raise
                 found = error
             if self._raised not in (None, found, *map(_carried, self._unraisable)):
-                raise Wrong(f"a handler has raised {self._raised!r}, and {found!r} came out")
+                told = f"a handler has raised {self._raised!r}, and {found!r} came out"
+                raise Wrong(told) from found
             self._unraisable.clear()
             if target != what and self._batches is not None:
                 for _ in range(4):  # more than were loaded ahead
@@ -368,9 +369,10 @@ class Trainer:
         if self._reading:
             return False
         opened = [os.readlink(fd) for fd in Path("/proc/self/fd").iterdir() if fd.is_symlink()]
-        return any(
-            str(self._segments) in one for one in [Path("/proc/self/maps").read_text(), *opened]
-        )
+        mapped = Path("/proc/self/maps").read_text().splitlines()
+        held = [one for one in [*mapped, *opened] if str(self._segments) in one]
+        print(*held, sep="\n", file=sys.stderr, end="\n" if held else "")
+        return bool(held)
 
     def _threads(self) -> None:
         def work() -> None:
@@ -442,7 +444,7 @@ def serve(pipe: Connection, socket: Path, segments: Path, seed: int, stacks: Pat
                 trainer.attempt(pipe.recv())
                 pipe.send("")
             except BaseException as error:
-                pipe.send(str(error) if isinstance(error, Wrong) else repr(error))
+                pipe.send("".join(traceback.format_exception(error)))
 
 
 class Watched:

@@ -10,6 +10,7 @@ import threading
 import traceback
 from collections.abc import Callable, Iterator
 from functools import partial
+from types import FunctionType
 from typing import Any
 
 import pytest
@@ -52,6 +53,16 @@ def test_the_exception_leaves_the_call_with_the_places_of_both_in_its_traceback(
     with pytest.raises(Preempted, match="by the scheduler") as caught:
         swallows()
     assert (caught.value.__context__, caught.value.__cause__) == (None, None)
+    names = [frame.name for frame in traceback.extract_tb(caught.tb)]
+    assert names.index("swallows") < names.index("ring") < names.index("preempt")
+
+
+def test_an_instruction_without_a_line_may_be_interrupted_too() -> None:
+    code = ring.__code__
+    no_line = bytes([0b1_1111_111])  # for 8 code units; InternalDocs/code_objects.md of CPython
+    bare = FunctionType(code.replace(co_linetable=no_line * len(code.co_code)), globals())
+    with pytest.raises(Preempted) as caught:
+        swallows(bare)
     names = [frame.name for frame in traceback.extract_tb(caught.tb)]
     assert names.index("swallows") < names.index("ring") < names.index("preempt")
 
