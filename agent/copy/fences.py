@@ -57,6 +57,10 @@ class Transfer:
         self.marks += other.marks
         return self
 
+    def done(self) -> bool:
+        """Return True if every copy is done. Does not wait."""
+        return all(mark.query() for _, mark in self.marks)
+
     def wait(self) -> None:
         """Wait on the CPU until every copy is done."""
         for _, mark in self.marks:
@@ -187,10 +191,11 @@ class Fences:
                 "every copy at once"
             )
 
-    def drain(self) -> None:
-        """Wait on the CPU until every copy that was enqueued in any lane is done."""
-        for lane in list(self._lanes.values()):
-            lane.mark().synchronize()
+    def everything(self) -> Transfer:
+        """Return a transfer that is done once every copy is, that was enqueued in any
+        lane so far.
+        """
+        return Transfer(marks=[(lane, lane.mark()) for lane in list(self._lanes.values())])
 
     def close(self) -> None:
         self._hook.remove()

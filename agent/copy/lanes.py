@@ -141,7 +141,8 @@ class StreamLane:
         flat.copy_(buffer[:length], non_blocking=True)
 
     def mark(self) -> Mark:
-        return StreamMark(self._device, self._stream.record_event(torch.Event(self._device)))
+        with on(self._device):  # the thread that drains lanes has another current device
+            return StreamMark(self._device, self._stream.record_event(torch.Event(self._device)))
 
     def hold_back(self, mark: Mark) -> None:
         assert isinstance(mark, StreamMark)

@@ -107,6 +107,7 @@ class _Views:
     elsewhere: list[int]
 
 
+
 _NO_VIEWS = _Views(b"", Targets.of([]), [])
 
 
@@ -138,7 +139,7 @@ class MappedSlot:
         self._copying = CheckedCopy([], self.header.chunk_size)
         self._locking = threading.Lock()
         self._mapped = weakref.ref(mapped)
-        self._unlock: Callable[[], object] = lambda: None
+        self._unlock: Callable[[], object] = _nothing
         self._forgotten = False
 
     def __repr__(self) -> str:
@@ -156,6 +157,11 @@ class MappedSlot:
     def is_unlinked(self) -> bool:
         """True once the daemon has released the segment."""
         return os.fstat(self._fd).st_nlink == 0
+
+    @property
+    def is_locked(self) -> bool:
+        """True if the memory is page-locked, so that `forget` has to unlock it."""
+        return self._unlock is not _nothing
 
     def populate(self, device: torch.device | None = None) -> None:
         """Fault in all memory of the slot, so that the first copy is as fast as later
@@ -392,14 +398,33 @@ class MappedSlot:
         with self._locking:
             self._forgotten = True
             self._unlock()
+            self._unlock = _nothing
         self._views = _NO_VIEWS
         self._bytes = torch.empty(0, dtype=torch.uint8, device="cpu")
+        self.close_descriptors()
+
+    def leave(self) -> None:
+        """Release both descriptors, and keep the memory mapped and page-locked as long
+        as this process lives.
+
+        Copies may be under way. The driver would wait for them before it unlocks the
+        memory, and without the lock they would end in the memory of somebody else.
+        """
+        self._forgotten = True
+        _left.append(self._bytes)
         self.close_descriptors()
 
     def close_descriptors(self) -> None:
         """Close both descriptors. May be called again."""
         self._data.close()
         self._lock.close()
+
+
+_left: list[torch.Tensor] = []
+
+
+def _nothing() -> None:
+    """Do nothing, for memory that is not page-locked."""
 
 
 def _unlock(owner: int, address: int, device: torch.device) -> None:

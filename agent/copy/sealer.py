@@ -1,15 +1,43 @@
 """Waits for copies from accelerators on a thread of its own, and seals each slot once
 its copies are done.
+
+A device may hang, for example in a collective that another rank has left. So the thread
+asks the device again and again instead of waiting in the driver, nobody waits for the
+thread without a limit at the end, and the interpreter does not join it.
 """
 
 from __future__ import annotations
 
+import _thread
+import atexit
+import logging
+import threading
+import time
+import weakref
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 
 import torch
 
 from ckptd.agent.copy.fences import Fences, Transfer
+from ckptd.agent.threads.flag import Flag, Waiters
+
+log = logging.getLogger("ckptd.agent")
+
+EXIT_SECONDS = 30.0
+"""Seconds that a process waits at its end for copies that are under way."""
+_STOP_SECONDS = 1.0
+_PAUSES = 0.0002, 0.005  # the shortest and the longest time between two questions, in seconds
+
+
+@dataclass(slots=True, eq=False)
+class _Seal:
+    """The seal of a slot that is due once its copies are done."""
+
+    segment: str
+    transfer: Transfer
+    seal: Callable[[], None]
+    failed: Callable[[Exception], None]
 
 
 class Sealer:
@@ -22,8 +50,9 @@ class Sealer:
 
     def __init__(self) -> None:
         self._fences: Fences | None = None
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="ckptd-seal")
-        self._under_way: dict[str, Future[None]] = {}
+        self._seals: list[_Seal] = []  # the first of them is under way
+        self._changed = Waiters()
+        self._started, self._over, self._stopped = threading.Lock(), Flag(), False
 
     def carry(
         self,
@@ -36,18 +65,19 @@ class Sealer:
 
         `Fences.start` has the whole contract.
         """
-        if self._fences is None:
-            self._fences = Fences()
-        return self._fences.start(targets, sources, modules, captured)
+        return self._fenced().start(targets, sources, modules, captured)
 
     def beside(self, device: torch.device, work: Callable[[], None]) -> Transfer:
         """Run work in the lane of a device, and return its transfer.
 
         Later writes of the training wait for the work.
         """
+        return self._fenced().beside(device, work)
+
+    def _fenced(self) -> Fences:
         if self._fences is None:
             self._fences = Fences()
-        return self._fences.beside(device, work)
+        return self._fences
 
     def later(
         self,
@@ -61,10 +91,18 @@ class Sealer:
         Call `failed` with the error if the copies may be torn, or if `seal` raises.
         segment: the name of the filled segment, for `wait`.
         """
-        self._under_way = {
-            name: future for name, future in self._under_way.items() if not future.done()
-        }
-        self._under_way[segment] = self._thread.submit(self._run, transfer, seal, failed)
+        self._seals.append(_Seal(segment, transfer, seal, failed))
+        self._start()
+
+    def _start(self) -> None:
+        """Make sure that the thread runs: Ctrl-C may have come before its start."""
+        if self._seals and not self._started.locked():
+            # Runs before the handlers that were registered earlier, which may close links.
+            if not _all:
+                atexit.register(_wait_at_the_end)
+            _all.add(self)
+            _thread.start_new_thread(self._run, ())
+        self._changed.notify()
 
     def finish(self, transfer: Transfer) -> None:
         """Wait until every copy of the transfer is done.
@@ -74,33 +112,114 @@ class Sealer:
         assert self._fences is not None
         self._fences.finish(transfer)
 
-    def _run(
-        self, transfer: Transfer, seal: Callable[[], None], failed: Callable[[Exception], None]
-    ) -> None:
+    def _run(self) -> None:
+        if not self._started.acquire(blocking=False):
+            return
         try:
-            self.finish(transfer)
-            seal()
-        except Exception as error:
-            failed(error)
+            while not self._stopped:
+                self._changed.wait_for(lambda: self._seals or self._stopped)
+                if self._seals and self._settle(self._seals[0]):
+                    del self._seals[0]
+                    self._changed.notify()
+        finally:
+            self._over.set()
 
-    def drain(self) -> None:
-        """Wait for every copy that was ever enqueued.
+    def _settle(self, due: _Seal) -> bool:
+        """Seal a slot, or report why it cannot be sealed. Return False if this is closed
+        before the copies are done.
+        """
+        try:
+            if not self._reached(due.transfer):
+                return False
+            self.finish(due.transfer)
+            due.seal()
+        except Exception as error:
+            try:
+                due.failed(error)
+            except Exception:
+                log.exception("segment %s", due.segment)
+        return True
+
+    def _reached(self, transfer: Transfer) -> bool:
+        """Wait until every copy of the transfer is done. Return False if this is closed
+        before.
+        """
+        begun = time.monotonic()
+        while not transfer.done():
+            # The pauses are short beside the time that the copies take, and long beside
+            # that of a question, for which the training has to let this thread run.
+            pause = min(max((time.monotonic() - begun) / 50, _PAUSES[0]), _PAUSES[1])
+            if self._changed.wait_for(lambda: self._stopped, pause):
+                return False
+        return True
+
+    def drain(self) -> bool:
+        """Wait for every copy that was ever enqueued. Return True if all are done, and
+        False if the device has failed and does not tell, or if this is closed before.
 
         This includes copies whose transfer the caller never got because of Ctrl-C.
         """
-        if self._fences is not None:
-            self._fences.drain()
+        try:
+            return self._fences is None or self._reached(self._fences.everything())
+        except Exception as error:
+            log.warning(
+                "a slot is not used again, because the device does not tell whether copies into "
+                "the slot are still under way: %s",
+                error,
+            )
+            return False
 
-    def wait(self, segment: str | None = None) -> None:
+    def wait(self, segment: str | None = None, timeout: float | None = None) -> bool:
         """Wait until no seal is under way for `segment`, or for any segment if it is
-        None.
-        """
-        for name in list(self._under_way) if segment is None else [segment]:
-            if name in self._under_way:
-                self._under_way[name].result()
-                self._under_way.pop(name, None)
+        None, and return True.
 
-    def close(self) -> None:
-        self._thread.shutdown()
+        Return False after `timeout` seconds, or if this is closed before.
+        """
+
+        def idle() -> bool:
+            return not any(segment in (None, due.segment) for due in list(self._seals))
+
+        self._start()
+        self._changed.wait_for(lambda: self._stopped or idle(), timeout)
+        return idle()
+
+    def close(self, timeout: float | None = None) -> bool:
+        """Wait for the seals that are under way, for at most `timeout` seconds, and end
+        the thread. Return False if copies may still be under way.
+        """
+        ended = self.wait(timeout=timeout)
+        self.stop()
         if self._fences is not None:
             self._fences.close()
+        return ended
+
+    def stop(self) -> None:
+        """End the thread without the seals that are under way."""
+        self._stopped = True
+        self._changed.notify()
+        if self._started.locked():
+            self._over.wait(_STOP_SECONDS)
+
+    def forget(self) -> None:
+        """Forget the parent's seals. Runs in a forked child, which has no such thread."""
+        self._stopped = True
+        self._seals.clear()
+        self._over.set()
+
+
+def _wait_at_the_end() -> None:
+    """Wait for the copies that are under way, because their thread ends with the
+    process.
+    """
+    deadline = time.monotonic() + EXIT_SECONDS
+    for sealer in tuple(_all):
+        if not sealer.wait(timeout=max(0.0, deadline - time.monotonic())):
+            log.warning(
+                "copies from an accelerator have not ended within %g s, and the process ends "
+                "without sealing their snapshots",
+                EXIT_SECONDS,
+            )
+        sealer.stop()
+
+
+_all: weakref.WeakSet[Sealer] = weakref.WeakSet()

@@ -32,6 +32,8 @@ log = logging.getLogger("ckptd.agent")
 
 ALLOCATE_SECONDS = 600.0
 _SLACK = 1 << 16
+UNLOCK_SECONDS = 5.0
+_UNLOCK_SECONDS_A_BYTE = 1e-10
 
 
 class MappedSlots:
@@ -186,8 +188,41 @@ class MappedSlots:
         return list(self._slots)
 
     def drop(self) -> None:
+        """Forget all slots. No copy may be under way.
+
+        A driver may unlock memory only once its device has nothing to do, and the device
+        may hang. If that takes long, a thread of its own finishes it.
+        """
+        dropped, over = list(self._slots.values()), Flag()
+
+        def forget() -> None:
+            try:
+                for slot in dropped:
+                    slot.forget()
+            finally:
+                over.set()
+
+        if not any(slot.is_locked for slot in dropped):
+            forget()
+        else:
+            for slot in dropped:
+                slot.close_descriptors()  # the daemon frees the segments
+            _thread.start_new_thread(forget, ())
+            nbytes = sum(slot.header.file_length for slot in dropped)
+            if not over.wait(UNLOCK_SECONDS + nbytes * _UNLOCK_SECONDS_A_BYTE):
+                log.warning(
+                    "slots have not been unlocked in time (%.1f GB): their memory is freed once "
+                    "the device does so, or this process ends",
+                    nbytes / 1e9,
+                )
+        self._slots.clear()
+
+    def leave(self) -> None:
+        """Forget all slots while copies from a device may be under way: their memory
+        stays.
+        """
         for slot in list(self._slots.values()):
-            slot.forget()
+            slot.leave()
         self._slots.clear()
 
     def forget(self) -> None:

@@ -61,6 +61,7 @@ class Handover:
         self._all = handovers
         self._slot: MappedSlot | None = None
         self._beside: Transfer | None = None
+        self.copying = False  # True once copies into the slot may have begun
         self._held = False
 
     def __repr__(self) -> str:
@@ -157,6 +158,7 @@ class Handover:
         if there are none. If it is still running when `load_state_dict` of one of the
         `modules` is called, the load is ordered behind it.
         """
+        self.copying = True
         transfer = self.slot.fill(
             sources,
             layout,
@@ -185,6 +187,7 @@ class Handover:
         every call.
         """
         slot, sealer = self.slot, self._all.sealer
+        self.copying = True
         slot.begin(layout, self.pending.step)
         for numbers in batches(layout, 1 if singly else _BATCH):
             transfer = slot.copy(
@@ -243,7 +246,7 @@ class Handover:
             if isinstance(error, CkptdError)
             else InternalError(f"snapshot of step {step}: {error!r}"),
         )
-        self._all.returns.give_back(self.slot, step, error)
+        self._all.give_back(self, self.slot, error)
 
     def abandon(self, error: BaseException) -> None:
         """Fail the step on all ranks and give the held slot back.
@@ -256,7 +259,7 @@ class Handover:
         self._all.no_longer_filled(self.pending)
         self._all.pending.pop((self.pending.attempt, self.pending.step), None)
         self.pending.fail(error if isinstance(error, CkptdError) else InternalError(repr(error)))
-        self._all.returns.give_back(self.slot, self.pending.step, error)
+        self._all.give_back(self, self.slot, error)
 
 
 class Handovers:
@@ -293,8 +296,19 @@ class Handovers:
         end its registration.
         """
         for slot in self._granted_to(handover):
-            self.returns.give_back(slot, handover.pending.step, handover.pending.error)
+            self.give_back(handover, slot, handover.pending.error)
         self._close(handover)
+
+    def give_back(
+        self, handover: Handover, slot: MappedSlot, error: BaseException | None
+    ) -> None:
+        """Give a slot back, once no copy into the slot can still be under way.
+
+        The slot is kept if the device does not tell. Another snapshot would be sealed
+        while these copies write to it.
+        """
+        if not handover.copying or self.sealer.drain():
+            self.returns.give_back(slot, handover.pending.step, error)
 
     def end_interrupted(self) -> None:
         """End every hand-over whose call was interrupted.
@@ -320,8 +334,7 @@ class Handovers:
                 self.pending[pending.attempt, pending.step] = pending
                 self.seals.hand_over(pending)
             else:
-                self.sealer.drain()  # no copy into the slot may still run when it is given back
-                self.returns.give_back(slot, pending.step, pending.error)
+                self.give_back(handover, slot, pending.error)
         if not sealed:
             self.fail(
                 pending, SnapshotFailed(f"the snapshot of step {pending.step} was interrupted")
@@ -415,10 +428,15 @@ class Handovers:
         self.filled.discard(pending)
         self._sealed.notify()
 
-    def wait_for_threads(self) -> None:
-        """Wait until no other thread is sealing a slot or making slots."""
-        self.sealer.wait()
-        self.slots.wait()
+    def wait_for_threads(self, timeout: float | None = None) -> bool:
+        """Wait until no other thread is sealing a slot or making slots, and return True.
+
+        Return False if copies from an accelerator take longer than `timeout` seconds.
+        """
+        ended = self.sealer.wait(timeout=timeout)
+        if ended:
+            self.slots.wait()
+        return ended
 
     def start_attempt(self) -> None:
         """Forget the slots of the previous attempt, which the daemon has taken back."""
@@ -439,12 +457,16 @@ class Handovers:
         self.returns.send_again()
         self.seals.hand_over_again()
 
-    def close(self) -> None:
+    def close(self, *, copies_ended: bool = True) -> None:
         """Release the slots, and fail every snapshot that is not durable.
 
-        May be called again after Ctrl-C has interrupted it.
+        May be called again after Ctrl-C has interrupted it. `copies_ended` is False if
+        copies into the slots may be under way.
         """
-        self.slots.drop()
+        if copies_ended:
+            self.slots.drop()
+        else:
+            self.slots.leave()
         self.seals.stop_copying(
             SnapshotFailed("the agent was closed before the snapshot was copied")
         )

@@ -36,6 +36,7 @@ from ckptd.shared.errors import (
     CkptdError,
     DaemonUnreachable,
     InvalidRequest,
+    SnapshotFailed,
     StructureChanged,
     from_wire,
 )
@@ -477,8 +478,10 @@ class RankLink:
         with self.calls("close"):
             if self.closed:
                 return
-            self.handovers.wait_for_threads()
+            ended = self.handovers.wait_for_threads(timeout)
             try:
+                if not ended:
+                    raise SnapshotFailed(_NOT_COPIED.format(timeout))
                 if not self.client.wait_connected(self.stall_budget):
                     raise self.client.refusal or DaemonUnreachable(_GONE)
                 with (
@@ -487,20 +490,21 @@ class RankLink:
                     self.client.call(lambda n: m.Persist(id=n), m.Done, timeout)
                 self.client.call(lambda n: m.Detach(id=n), m.Done, CALL_SECONDS)
             finally:
-                self.let_go()
+                self.let_go(CLOSE_SECONDS if ended else 0.0)
 
-    def let_go(self) -> None:
+    def let_go(self, timeout: float = CLOSE_SECONDS) -> None:
         """Close this link without a message to the daemon, which then treats this
         process as dead unless the rank has detached.
 
-        May be called again after Ctrl-C has interrupted it.
+        May be called again after Ctrl-C has interrupted it. timeout: seconds to wait for
+        copies from an accelerator.
         """
         self.closed = True
         self._end_copies()
         self._end_board()
-        self.handovers.sealer.close()
+        copies_ended = self.handovers.sealer.close(timeout)
         self.client.close()
-        self.handovers.close()
+        self.handovers.close(copies_ended=copies_ended)
         self._gone = True
 
     def _forget(self) -> None:
@@ -511,6 +515,7 @@ class RankLink:
         self.calls = CallLock()
         self._board = self._replicator = None
         self.client.forget()
+        self.handovers.sealer.forget()
         self.handovers.slots.forget()
 
 
@@ -519,6 +524,11 @@ _CLOSING = (
     "snapshot, close() "
     "also waits for the other ranks: every rank must make the same calls of snapshot(), and then "
     "call close()"
+)
+_NOT_COPIED = (
+    "the copies of the last snapshot from the accelerator have not ended within {:g} s: the device "
+    "hangs, or has much work before them. Once this process has ended, the daemon saves the "
+    "snapshot that was sealed before"
 )
 _GONE = (
     "the daemon is gone; sealed snapshots stay in shared memory, and the next daemon will save them"

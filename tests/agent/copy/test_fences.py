@@ -41,7 +41,7 @@ class Queue:
             return False
         operation = self.operations[self.done]
         if isinstance(operation, FakeMark):
-            if not operation.query():
+            if not operation.is_reached():
                 return False
         else:
             operation()
@@ -53,8 +53,11 @@ class FakeMark:
     def __init__(self, device: Device, queue: Queue) -> None:
         self._device, self._queue, self._at = device, queue, len(queue.operations)
 
-    def query(self) -> bool:
+    def is_reached(self) -> bool:
         return self._queue.done >= self._at
+
+    def query(self) -> bool:
+        return self.is_reached()
 
     def synchronize(self) -> None:
         self._device.run(self._queue, until=self)
@@ -71,7 +74,7 @@ class Device:
         nothing is left or `until` is reached.
         """
         second = self.side if first is self.training else self.training
-        while not (until is not None and until.query()):
+        while not (until is not None and until.is_reached()):
             if not first.advance() and not second.advance():
                 assert until is None, "the mark is never reached: the queues wait for each other"
                 return

@@ -7,6 +7,8 @@ lane of `test_fences.py`.
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
@@ -19,12 +21,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from ckptd.agent import Agent, Checkpoint
+from ckptd.agent.copy import mapped_slot
 from ckptd.agent.copy.fences import Fences, Transfer
 from ckptd.agent.copy.lanes import Mark
 from ckptd.agent.copy.sealer import Sealer
 from ckptd.agent.plan.kept_plan import KeptPlan, PlanInUse
 from ckptd.agent.plan.layout import Layout
-from ckptd.shared.errors import SnapshotFailed
+from ckptd.shared.errors import CkptdError, SnapshotFailed
 from ckptd.shared.formats.plan import signature
 from tests.agent.copy.test_fences import Device, FakeLane, FakeMark, mesh, stepped
 from tests.support.daemons import Daemon
@@ -33,6 +36,14 @@ __all__ = ["mesh"]
 
 
 class GatedMark(FakeMark):
+    def query(self) -> bool:
+        assert isinstance(self._device, Gated)
+        if self._device.error is not None:
+            raise self._device.error
+        if self._device.gate.is_set():
+            self.synchronize()
+        return self.is_reached()
+
     def synchronize(self) -> None:
         assert isinstance(self._device, Gated)
         assert self._device.gate.wait(60)
@@ -43,6 +54,7 @@ class Gated(Device):
     def __init__(self) -> None:
         super().__init__()
         self.gate = threading.Event()
+        self.error: Exception | None = None
 
     def open_soon(self) -> None:
         threading.Timer(0.3, self.gate.set).start()
@@ -135,6 +147,34 @@ def test_close_waits_for_the_copies(agent: Agent, daemon: Daemon, device: Gated)
     assert torch.equal(saved(daemon, 1), torch.full((10,), 5.0))
 
 
+def test_close_ends_in_time_though_the_device_hangs(agent: Agent, device: Gated) -> None:
+    """The memory of the slots stays: copies into it may still come."""
+    slots = agent._link.handovers.slots
+    pending = agent.snapshot({"w": torch.full((10,), 2.0)}, step=2, persist=False)
+    data = slots.get(pending._snapshot.segment).data
+    with pytest.raises(SnapshotFailed, match=r"have not ended within 0\.1 s: the device hangs"):
+        agent.close(timeout=0.1)
+    assert (agent.closed, slots.names, pending.state) == (True, [], "staged")
+    assert any(data is left for left in mapped_slot._left)
+
+
+def test_a_slot_is_given_back_only_once_its_copies_are_over(
+    agent: Agent, device: Gated, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another snapshot would be sealed while they write to it."""
+    handovers, returned = agent._link.handovers, list[str]()
+    monkeypatch.setattr(handovers.returns, "give_back", lambda slot, *_: returned.append(slot.name))
+    device.error = RuntimeError("error 900")
+    pending = agent.snapshot({"w": torch.full((10,), 1.0)}, step=1)
+    with pytest.raises(CkptdError, match="error 900"):
+        pending.wait("sealed", timeout=60)
+    handovers.wait_for_threads()
+    assert returned == []
+    device.error = None
+    device.gate.set()
+    agent.snapshot({"w": torch.full((10,), 2.0)}, step=2).wait("sealed", timeout=60)
+
+
 def test_recover_waits_for_the_copies_and_counts_the_step(agent: Agent, device: Gated) -> None:
     device.gate.set()
     agent.snapshot({"w": torch.full((10,), 1.0)}, step=1).wait("durable", timeout=60)
@@ -159,9 +199,9 @@ def test_a_torn_copy_fails_only_its_snapshot(
             fences, "finish", lambda transfer: (_ for _ in ()).throw(SnapshotFailed("torn"))
         )
         torn = agent.snapshot({"w": torch.full((10,), 1.0)}, step=1)
+        device.gate.set()
         with pytest.raises(SnapshotFailed, match="^torn$"):
             torn.wait("sealed", timeout=60)
-    device.gate.set()
     for step in (2, 3, 4):  # in both slots
         agent.snapshot({"w": torch.full((10,), float(step))}, step=step).wait("durable", timeout=60)
         assert torch.equal(saved(daemon, step), torch.full((10,), float(step)))
@@ -192,7 +232,7 @@ class FakeFences:
     def __init__(self) -> None:
         self.gates: dict[int, threading.Event] = {}
         self.errors: dict[int, Exception] = {}
-        self.drained = self.closed = 0
+        self.closed = 0
 
     def transfer(self, error: Exception | None = None, *, ready: bool = True) -> Transfer:
         made = Transfer()
@@ -208,8 +248,8 @@ class FakeFences:
         if id(transfer) in self.errors:
             raise self.errors[id(transfer)]
 
-    def drain(self) -> None:
-        self.drained += 1
+    def everything(self) -> Transfer:
+        return Transfer()
 
     def close(self) -> None:
         self.closed += 1
@@ -280,7 +320,7 @@ def test_without_accelerators_there_are_neither_hooks_nor_a_thread() -> None:
     made = Sealer()
     made.drain()
     made.wait()
-    assert (made._fences, made._thread._threads) == (None, set())
+    assert (made._fences, made._started.locked()) == (None, False)
     made.close()
 
 
@@ -289,6 +329,77 @@ def test_close_waits_for_the_seals_and_removes_the_hooks(
 ) -> None:
     done: list[str] = []
     sealer.later("a", fences.transfer(), lambda: done.append("a"), lambda error: None)
-    sealer.drain()
-    sealer.close()
-    assert (done, fences.drained, fences.closed) == (["a"], 1, 1)
+    assert sealer.drain()
+    assert sealer.close()
+    assert (done, fences.closed) == (["a"], 1)
+    assert sealer._over.is_set()
+
+
+class Hung:
+    """A mark of a device that hangs."""
+
+    def query(self) -> bool:
+        return False
+
+    def synchronize(self) -> None:
+        raise AssertionError("waits without a limit")
+
+
+def hung() -> Transfer:
+    return Transfer(marks=[(cast(Any, None), Hung())])
+
+
+def test_nobody_waits_longer_than_asked_for_a_device_that_hangs(
+    sealer: Sealer, fences: FakeFences, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done: list[str] = []
+    sealer.later("a", hung(), lambda: done.append("a"), lambda error: done.append(str(error)))
+    sealer.later("b", fences.transfer(), lambda: done.append("b"), lambda error: None)
+    assert not sealer.wait("b", timeout=0.01)
+    monkeypatch.setattr(fences, "everything", hung)
+    draining = threading.Thread(target=sealer.drain, daemon=True)
+    draining.start()
+    assert not sealer.close(timeout=0.01)
+    draining.join(60)
+    assert (draining.is_alive(), sealer._over.is_set(), done) == (False, True, [])
+    assert not sealer.wait()  # closed, and no longer waited for
+
+
+def test_a_seal_whose_failure_cannot_be_reported_does_not_end_the_thread(
+    sealer: Sealer, fences: FakeFences
+) -> None:
+    done: list[str] = []
+
+    def fail(*_: object) -> None:
+        raise OSError("no seal")
+
+    sealer.later("a", fences.transfer(), fail, fail)
+    sealer.later("b", fences.transfer(), lambda: done.append("b"), lambda error: None)
+    assert sealer.wait(timeout=60)
+    assert done == ["b"]
+
+
+def test_a_forked_child_waits_for_no_seal_of_its_parent(sealer: Sealer) -> None:
+    sealer.later("a", hung(), lambda: None, lambda error: None)
+    sealer.forget()
+    assert sealer.wait(timeout=60)
+    assert sealer.close()
+
+
+@pytest.mark.usefixtures("processes")
+def test_the_interpreter_ends_while_a_device_hangs() -> None:
+    """The thread that waits for the device is not joined without a limit."""
+    script = """
+from ckptd.agent.copy import sealer
+from tests.agent.copy.test_sealer import FakeFences, hung
+sealer.EXIT_SECONDS = 0.1
+made = sealer.Sealer()
+made._fences = fences = FakeFences()
+made.later("a", fences.transfer(), lambda: print("sealed"), print)
+made.later("b", hung(), lambda: print("sealed"), print)
+"""
+    ended = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert ended.stdout == "sealed\n"
+    assert "have not ended within 0.1 s, and the process ends without" in ended.stderr

@@ -150,6 +150,21 @@ def test_larger_slots_take_the_place_of_all_others_once_no_copy_is_under_way(
     assert (slots.names, [descriptor.closed for descriptor in client.given]) == ([], [True] * 8)
 
 
+def test_slots_are_dropped_though_the_driver_does_not_unlock_them(
+    client: FakeClient, slots: MappedSlots, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may wait for a device that hangs. The daemon frees the segments all the same."""
+    assert slots.ensure(10, FAR)
+    answers, slot = threading.Event(), slots.get(slots.names[0])
+    monkeypatch.setattr(slots_module, "UNLOCK_SECONDS", 0.01)
+    slot._unlock = lambda: answers.wait(60)
+    slots.drop()
+    assert (slots.names, [descriptor.closed for descriptor in client.given]) == ([], [True] * 4)
+    assert slot.data.numel()  # still mapped
+    answers.set()
+    until(lambda: not slot.data.numel(), "slot is forgotten")
+
+
 def test_a_segment_that_is_not_mapped_cannot_be_granted(slots: MappedSlots) -> None:
     assert slots.find("0.seg") is None
     with pytest.raises(

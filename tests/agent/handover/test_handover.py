@@ -103,6 +103,18 @@ def granted(segment: str, step: int = 1) -> m.Granted:
     return m.Granted(re=0, segment=segment, step=step)
 
 
+@pytest.mark.parametrize("over", [True, False])
+def test_a_slot_is_given_back_once_the_copies_into_it_are_over(
+    monkeypatch: pytest.MonkeyPatch, over: bool
+) -> None:
+    world = World(granted("a"))
+    handover = world.filled(1)
+    handover.copying = True
+    monkeypatch.setattr(world.all.sealer, "drain", lambda: over)
+    world.all.end(handover)
+    assert (("abandon", ("a", 1, "")) in world.daemon.said()) is over
+
+
 def test_a_slot_is_acquired_and_sealed() -> None:
     world = World(granted("a"))
     handover = world.filled(1)
