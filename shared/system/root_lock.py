@@ -88,7 +88,7 @@ def holder_of(root: Location) -> LockHolder | None:
                 raise
         with closing_at_end(fd):
             if _is_held(fd):
-                return _read(fd)
+                return holder(fd)
     return None
 
 
@@ -159,7 +159,8 @@ def _is_held(fd: int) -> bool:
     return False
 
 
-def _read(fd: int) -> LockHolder:
+def holder(fd: int) -> LockHolder:
+    """Return what the daemon that holds this lock file has written into it."""
     uid = os.fstat(fd).st_uid
     try:
         found = json.loads(os.pread(fd, _MOST, 0))
