@@ -15,7 +15,7 @@ import ctypes
 import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import cache
 from typing import Any, Protocol
 
@@ -79,6 +79,7 @@ class StreamLane:
         self._device = device
         self._stream = torch.Stream(device)
         self._kept: torch.Tensor | None = None
+        self._refused = False
 
     def prepare(self) -> None:
         """Make the buffer of this lane, before the training has filled the device."""
@@ -103,12 +104,16 @@ class StreamLane:
         """Return the memory in which tensors are gathered, or None if the device is full.
 
         It is kept: the device may be full at the next call. On a device that is nearly
-        full, it is as small as it may be.
+        full, it is as small as it may be. torch is asked for that once, even if it has to
+        give back memory that it keeps for the training.
         """
         for length in (GATHERED, SMALL):
-            if self._kept is None and has_room(self._device, length):
-                with suppress(torch.OutOfMemoryError):
+            once = length == SMALL and not self._refused
+            if self._kept is None and (has_room(self._device, length) or once):
+                try:
                     self._kept = torch.empty(length, dtype=torch.uint8, device=self._device)
+                except torch.OutOfMemoryError:
+                    self._refused = True
         return self._kept
 
     def run(self, work: Callable[[], None]) -> None:

@@ -293,8 +293,9 @@ def full(rig: Rig) -> Iterator[Line]:
     )
     agent.close()
     more = torch.empty(40 << 20, dtype=torch.uint8, device=rig.device)
-    before, late = torch.cuda.memory_stats()["num_alloc_retries"], rig.agent("late")
+    late = rig.agent("late")
     late.prepare(state)
+    before = torch.cuda.memory_stats()["num_alloc_retries"]
     pending = late.snapshot(state, step=1, persist=False)
     pending.wait("sealed", timeout=30)
     retries = torch.cuda.memory_stats()["num_alloc_retries"] - before
