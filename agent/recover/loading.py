@@ -294,8 +294,9 @@ class Loading:
         }
         made = empty_on(saved, unconverted, upload)
         self._fresh = materialize(saved, [name for name in fresh if name not in made])
-        load(saved, made, upload=upload)
-        self._fresh |= made
+        if made:
+            load(saved, made, upload=upload)
+            self._fresh |= made
 
     def finish(self) -> dict[str, Any]:
         """Write everything that `load` has not: plain values, states that objects load
