@@ -15,7 +15,7 @@ import ctypes
 import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import cache
 from typing import Any, Protocol
 
@@ -29,6 +29,7 @@ log = logging.getLogger("ckptd.agent")
 # next one waits for the device.
 SMALL = 16 << 20  # bytes of a tensor that is gathered with its neighbours, at most
 GATHERED = 64 << 20  # bytes that cross the bus at once, at most
+_SPARE = 4 << 20  # bytes that must be free beside a new buffer, as torch rounds its size up
 _RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 _PORTABLE = 1  # cudaHostRegisterPortable: locked for every device's context
 _REGISTERED = 712  # cudaErrorHostMemoryAlreadyRegistered
@@ -78,6 +79,12 @@ class StreamLane:
         self._device = device
         self._stream = torch.Stream(device)
         self._kept: torch.Tensor | None = None
+        self._refused = False
+
+    def prepare(self) -> None:
+        """Make the buffer of this lane, before the training has filled the device."""
+        with self._stream:
+            self._buffer()
 
     def begin(self) -> None:
         self._stream.wait_stream(torch.accelerator.current_stream(self._device))
@@ -85,21 +92,28 @@ class StreamLane:
     def copy(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
         with torch.no_grad(), self._stream:
             buffer = self._buffer()
-            for run in runs(targets):
+            most = GATHERED if buffer is None else buffer.nbytes
+            for run in runs(targets, most):
                 if len(run) > 1:
                     self._gather([targets[n] for n in run], [sources[n] for n in run], buffer)
                 else:
-                    for target, source in pieces(targets[run[0]], sources[run[0]]):
+                    for target, source in pieces(targets[run[0]], sources[run[0]], most):
                         self._gather([target], [source], buffer)
 
     def _buffer(self) -> torch.Tensor | None:
         """Return the memory in which tensors are gathered, or None if the device is full.
 
-        It is kept: the device may be full at the next call.
+        It is kept: the device may be full at the next call. On a device that is nearly
+        full, it is as small as it may be. torch is asked for that once, even if it has to
+        give back memory that it keeps for the training.
         """
-        if self._kept is None:
-            with suppress(torch.OutOfMemoryError):
-                self._kept = torch.empty(GATHERED, dtype=torch.uint8, device=self._device)
+        for length in (GATHERED, SMALL):
+            once = length == SMALL and not self._refused
+            if self._kept is None and (has_room(self._device, length) or once):
+                try:
+                    self._kept = torch.empty(length, dtype=torch.uint8, device=self._device)
+                except torch.OutOfMemoryError:
+                    self._refused = True
         return self._kept
 
     def run(self, work: Callable[[], None]) -> None:
@@ -201,39 +215,52 @@ def _driver() -> Any:
         return None
 
 
+def has_room(device: torch.device, length: int) -> bool:
+    """Return False if the device is known to have fewer than `length` bytes to spare.
+
+    torch would wait for the device, and give back all memory that it keeps for the
+    training, before it says so.
+    """
+    if device.type != "cuda":
+        return True
+    with on(device):
+        free, _ = torch.cuda.mem_get_info(device)
+    return free >= length + _SPARE
+
+
 def capturing() -> bool:
     """Return True if the caller's stream is being captured into a graph."""
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
-def runs(targets: Sequence[torch.Tensor]) -> list[list[int]]:
+def runs(targets: Sequence[torch.Tensor], most: int) -> list[list[int]]:
     """Return the numbers of the targets in groups that are copied together.
 
     Small targets that follow each other and lie side by side form a group of at most
-    `GATHERED` bytes. Any other target is alone in its group.
+    `most` bytes. Any other target is alone in its group.
     """
     found: list[list[int]] = []
-    end, gathered = -1, GATHERED
+    end, gathered = -1, most
     for number, target in enumerate(targets):
         start, length = target.data_ptr(), target.nbytes
-        if length <= SMALL and start == end and gathered + length <= GATHERED:
+        if length <= SMALL and start == end and gathered + length <= most:
             found[-1].append(number)
             gathered += length
         else:
             found.append([number])
-            gathered = length if length <= SMALL else GATHERED
+            gathered = length if length <= SMALL else most
         end = start + length
     return found
 
 
 def pieces(
-    target: torch.Tensor, source: torch.Tensor
+    target: torch.Tensor, source: torch.Tensor, most: int
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yield pieces of a copy, of at most `GATHERED` bytes if both are contiguous."""
-    if target.nbytes > GATHERED and target.is_contiguous() and source.is_contiguous():
-        most = GATHERED // target.element_size()
+    """Yield pieces of a copy, of at most `most` bytes if both are contiguous."""
+    if target.nbytes > most and target.is_contiguous() and source.is_contiguous():
+        each = most // target.element_size()
         yield from zip(
-            torch.split(target.view(-1), most), torch.split(source.view(-1), most), strict=True
+            torch.split(target.view(-1), each), torch.split(source.view(-1), each), strict=True
         )
     else:
         yield target, source

@@ -62,6 +62,7 @@ MAX_REPORT = MAX_FRAME - 4096
 COUNTERS = (
     "sealed", "persisted", "failed", "skipped", "retired", "rewrites", "saved_unasked",
     "verify_failures", "tidy_failures", "uploaded", "failed_uploads",
+    "uncompared",
 )  # fmt: skip
 
 

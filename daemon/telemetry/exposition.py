@@ -112,6 +112,11 @@ def _of_the_daemon(figures: DaemonFigures) -> Iterator[Metric]:
         "Snapshots whose bytes did not match their checksums.",
         figures.verify_failures,
     )
+    yield CounterMetricFamily(
+        "ckptd_uncompared_snapshots",
+        "Snapshots of a rank that were not compared with other ranks, because its device was full.",
+        figures.uncompared,
+    )
     yield GaugeMetricFamily(
         "ckptd_shm_used_bytes", "Shared memory that slots take.", figures.shm_used
     )

@@ -58,6 +58,7 @@ class DaemonFigures:
     snapshots: dict[str, int]
     sealed: int
     verify_failures: int
+    uncompared: int
     stalls: Distribution
     saves: Distribution
     persisted: dict[str, int]

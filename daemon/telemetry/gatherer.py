@@ -64,6 +64,7 @@ class Gatherer:
             },
             sealed=counters["sealed"],
             verify_failures=counters["verify_failures"],
+            uncompared=counters["uncompared"],
             stalls=saver.stalls.distribution(),
             saves=saver.saves.distribution(),
             persisted={

@@ -412,10 +412,11 @@ def test_small_neighbouring_copies_are_merged() -> None:
         slot[500 : 501 + SMALL],
         slot[501 + SMALL : 600 + SMALL],
     ]
-    assert runs(pieces) == [[0, 1], [2, 3], [4], [5]]
+    assert runs(pieces, GATHERED) == [[0, 1], [2, 3], [4], [5]]
     many = torch.empty(2 * GATHERED, dtype=torch.uint8).split(SMALL)
-    assert [len(run) for run in runs(many)] == [GATHERED // SMALL] * 2
-    assert runs([]) == []
+    assert [len(run) for run in runs(many, GATHERED)] == [GATHERED // SMALL] * 2
+    assert [len(run) for run in runs(many, SMALL)] == [1] * (2 * GATHERED // SMALL)
+    assert runs([], GATHERED) == []
 
 
 def test_work_beside_the_copies_reads_what_was_written_before_and_nothing_later(

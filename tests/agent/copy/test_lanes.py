@@ -101,11 +101,11 @@ class Here(lanes.StreamLane):
 
     def __init__(self) -> None:
         self._device, self._stream = torch.device("cpu"), nullcontext()  # type: ignore[assignment]
-        self._kept = None
+        self._kept, self._refused = None, False
 
 
-@pytest.mark.parametrize("full", [False, True])
-def test_tensors_of_every_size_and_form_arrive(monkeypatch: pytest.MonkeyPatch, full: bool) -> None:
+@pytest.mark.parametrize("room", [10_000, 300, 0])
+def test_tensors_of_every_size_and_form_arrive(monkeypatch: pytest.MonkeyPatch, room: int) -> None:
     monkeypatch.setattr(lanes, "SMALL", 256)
     monkeypatch.setattr(lanes, "GATHERED", 1024)
     sources = [
@@ -120,24 +120,24 @@ def test_tensors_of_every_size_and_form_arrive(monkeypatch: pytest.MonkeyPatch, 
         targets.append(piece.view(source.shape))
         at += source.nbytes
     lane = Here()
-    if full:
-        monkeypatch.setattr(lane, "_buffer", lambda: None)
+    monkeypatch.setattr(lanes, "has_room", lambda device, length: length <= room)
+    lane._refused = not room
     lane.copy(targets, sources)
+    assert (0 if lane._kept is None else lane._kept.nbytes) == {10_000: 1024, 300: 256, 0: 0}[room]
     assert all(map(torch.equal, targets, sources))
     assert not slot[at:].any()
 
 
-def test_a_large_tensor_crosses_the_bus_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_large_tensor_crosses_the_bus_in_pieces() -> None:
     """Otherwise each small copy of the training waits for all of it."""
-    monkeypatch.setattr(lanes, "GATHERED", 1024)
     whole, other = torch.rand(600), torch.rand(600)
-    assert [len(part) for part, _ in lanes.pieces(whole, other)] == [256, 256, 88]
-    (part, source), *rest = lanes.pieces(whole.view(20, 30), other.view(30, 20).t())
+    assert [len(part) for part, _ in lanes.pieces(whole, other, 1024)] == [256, 256, 88]
+    (part, source), *rest = lanes.pieces(whole.view(20, 30), other.view(30, 20).t(), 1024)
     assert (part.shape, source.shape, rest) == ((20, 30), (20, 30), [])
 
 
 def test_a_full_device_gives_no_buffer_and_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    lane, full = Here(), [True, False]
+    lane, full = Here(), [True, True, False]
     monkeypatch.setattr(lanes, "GATHERED", 1024)
     empty = torch.empty
 
@@ -151,6 +151,43 @@ def test_a_full_device_gives_no_buffer_and_is_asked_again(monkeypatch: pytest.Mo
     kept = lane._buffer()
     assert kept is not None
     assert (lane._buffer() is kept, kept.nbytes, full) == (True, 1024, [])
+
+
+class Device:
+    """Stands for a device of CUDA with `free` bytes."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, free: int) -> None:
+        self.free = free
+        self.asked: list[int] = []
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (self.free, 1 << 40))
+        monkeypatch.setattr(lanes, "on", lambda device: nullcontext())
+        empty = torch.empty
+
+        def some(length: int, **options: Any) -> torch.Tensor:
+            self.asked.append(length)
+            if length > self.free:
+                raise torch.OutOfMemoryError("full")
+            return empty(length, **(options | {"device": "cpu"}))
+
+        monkeypatch.setattr(torch, "empty", some)
+
+
+def test_torch_is_asked_once_for_more_than_the_device_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each time, it waits for the device, and gives back what it keeps for the training."""
+    device, lane = Device(monkeypatch, 0), Here()
+    lane._device = THIRD
+    lane.prepare()
+    assert (lane._buffer(), lane._buffer(), device.asked) == (None, None, [16 << 20])
+    device.free = 24 << 20
+    kept = lane._buffer()
+    device.free = 0
+    assert (lane._buffer() is kept, device.asked) == (True, [16 << 20] * 2)
+    assert kept is not None
+    assert kept.nbytes == 16 << 20
+    device.free, lane = 80 << 20, Here()
+    lane._device = THIRD
+    lane.prepare()
+    assert device.asked[2:] == [64 << 20]
 
 
 def test_an_empty_slot_is_not_locked(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -49,6 +49,11 @@ def test_a_seal_names_its_segment_and_step() -> None:
     assert [request for request, _ in world.wire.posted] == [
         m.Seal(id=0, segment="a.seg", attempt=1, step=5)
     ]
+    one.uncompared = True
+    world.seals.hand_over(one)
+    assert world.wire.posted[1][0] == m.Seal(
+        id=1, segment="a.seg", attempt=1, step=5, uncompared=True
+    )
 
 
 @pytest.mark.parametrize(

@@ -796,13 +796,13 @@ def test_damage_that_the_load_finds_leaves_no_value_of_that_checkpoint(
     """The tensors of an older one overwrite all that was written before."""
     steps: list[int] = []
 
-    def fail_first(saved: Any, destinations: dict[str, torch.Tensor]) -> int:
+    def fail_first(saved: Any, destinations: dict[str, torch.Tensor], **options: Any) -> int:
         steps.append(1)
         for tensor in destinations.values():
             tensor.fill_(len(steps) * 100.0)
         if len(steps) == 1:
             raise IntegrityError("chunk 0 does not match its checksum")
-        return load(saved, destinations)
+        return load(saved, destinations, **options)
 
     monkeypatch.setattr(loading, "load", fail_first)
     state = {"w": torch.zeros(4)}

@@ -270,6 +270,16 @@ def test_an_attempt_that_another_daemon_has_claimed_ends_and_its_memory_is_freed
     assert (ranks.job.snapshots, ranks.core.segments.slots) == ([], {})
 
 
+def test_a_seal_that_is_reported_again_counts_once_as_not_compared(ranks: ConnectedRanks) -> None:
+    for rank, uncompared in ((0, True), (1, False)):
+        owner, slot = ranks.owner(ranks.clients[rank]), ranks.grant(rank, 5)
+        ranks.write_seal(slot, 5)
+        for _ in range(2):
+            engine = ranks.core.engine
+            ranks.core.run(engine.seal(owner, slot.name, 1, 5, uncompared=uncompared))
+    assert ranks.core.engine._saver.counters["uncompared"] == 1
+
+
 def test_a_seal_that_is_reported_again_counts_its_stall_once(ranks: ConnectedRanks) -> None:
     for rank, held in ((0, 0.25), (1, 0.0)):
         owner, slot = ranks.owner(ranks.clients[rank]), ranks.grant(rank, 5)
