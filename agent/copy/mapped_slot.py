@@ -24,7 +24,7 @@ import torch
 
 from ckptd.agent.copy.checked_copy import CheckedCopy, Targets
 from ckptd.agent.copy.fences import Transfer
-from ckptd.agent.copy.lanes import lock_pages, unlock_pages
+from ckptd.agent.copy.lanes import lock_pages, locks, unlock_pages
 from ckptd.agent.copy.mapping import MADV_POPULATE_WRITE, advise, map_segment
 from ckptd.agent.plan.layout import Layout
 from ckptd.agent.state.dtypes import copyable, dtype_of
@@ -138,7 +138,7 @@ class MappedSlot:
         self._copying = CheckedCopy([], self.header.chunk_size)
         self._locking = threading.Lock()
         self._mapped = weakref.ref(mapped)
-        self._unlock: Callable[[], object] = lambda: None
+        self._unlocks: list[Callable[[], object]] = []
         self._forgotten = False
 
     def __repr__(self) -> str:
@@ -177,16 +177,18 @@ class MappedSlot:
                     os.strerror(error),
                 )
                 break
-        with self._locking:
-            mapped = self._mapped()
-            if device is None or mapped is None or self._forgotten:
-                return
-            if lock_pages(start, length, device):
+        for piece, nbytes in locks(start, length, self.header.data_offset):
+            with self._locking:
+                mapped = self._mapped()
+                if device is None or mapped is None or self._forgotten:
+                    return
+                if not lock_pages(piece, nbytes, device):
+                    return
                 # Runs before the memory is unmapped: of the finalizers of an object,
                 # the newest is called first.
-                unlock = weakref.finalize(mapped, _unlock, os.getpid(), start, device)
+                unlock = weakref.finalize(mapped, _unlock, os.getpid(), piece, device)
                 unlock.atexit = False
-                self._unlock = unlock
+                self._unlocks.append(unlock)
 
     def cut(self, layout: Layout) -> None:
         """Make the views that copies by this layout write to, so that the first of them
@@ -391,7 +393,8 @@ class MappedSlot:
         """
         with self._locking:
             self._forgotten = True
-            self._unlock()
+            for unlock in self._unlocks:
+                unlock()
         self._views = _NO_VIEWS
         self._bytes = torch.empty(0, dtype=torch.uint8, device="cpu")
         self.close_descriptors()

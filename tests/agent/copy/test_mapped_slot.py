@@ -16,6 +16,7 @@ import pytest
 import torch
 from crc32c import crc32c
 
+from ckptd.agent.copy import lanes as lanes_module
 from ckptd.agent.copy import mapped_slot as mapped_slot_module
 from ckptd.agent.copy.checked_copy import CheckedCopy
 from ckptd.agent.copy.fences import Transfer
@@ -392,7 +393,9 @@ class Pages:
             return True
 
         def unlock(address: int, device: torch.device) -> None:
-            assert f"{address:x}-" in Path("/proc/self/maps").read_text()
+            maps = [line.split() for line in Path("/proc/self/maps").read_text().splitlines()]
+            shared = [found[0].split("-") for found in maps if found[-1].endswith(".seg")]
+            assert any(int(start, 16) <= address < int(end, 16) for start, end in shared)
             self.unlocked.append(address)
 
         monkeypatch.setattr(mapped_slot_module, "advise", populate)
@@ -414,6 +417,28 @@ def test_all_memory_is_faulted_in_piece_by_piece_and_locked_once(
     slot.forget()
     slot.forget()
     assert (len(pages.locked), pages.unlocked) == (1, [start])
+
+
+@pytest.mark.parametrize("refused", [False, True])
+def test_a_large_slot_is_locked_in_pieces_as_far_as_the_driver_does(
+    slot: MappedSlot, monkeypatch: pytest.MonkeyPatch, refused: bool
+) -> None:
+    pages, most = Pages(monkeypatch), slot.header.capacity // 8192 * 4096
+    lock = mapped_slot_module.lock_pages
+    monkeypatch.setattr(lanes_module, "LOCKED", most)
+    monkeypatch.setattr(
+        mapped_slot_module,
+        "lock_pages",
+        lambda *given: lock(*given) and not (refused and len(pages.locked) == 2),
+    )
+    slot.populate(CUDA)
+    (start, length), *rest = pages.locked
+    assert length == slot.header.data_offset + most
+    assert rest[0] == (start + length, most)
+    assert len(rest) == (1 if refused else 2)
+    slot.forget()
+    unlocked = [start] if refused else [address for address, _ in pages.locked]
+    assert sorted(pages.unlocked) == unlocked
 
 
 def test_memory_that_cannot_be_faulted_in_can_still_be_used(
