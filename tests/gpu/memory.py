@@ -15,7 +15,8 @@ import torch
 
 from ckptd.agent import Agent
 from ckptd.agent.copy import lanes, mapped_slot
-from ckptd.agent.copy.mapping import MADV_POPULATE_WRITE, advise, map_segment
+from ckptd.agent.copy.mapped_slot import MappedSlot
+from ckptd.agent.copy.mapping import map_segment
 from ckptd.shared.formats.segment import SlotState
 from ckptd.shared.system.numa import nodes
 from tests.gpu.rig import Rig, contents, differing, rate, slots
@@ -54,7 +55,7 @@ class Segment:
         self.address, self.nbytes = ctypes.addressof(self.mapped), nbytes
 
     def populate(self) -> None:
-        assert advise(self.address, self.nbytes, MADV_POPULATE_WRITE) == 0
+        MappedSlot._fault(self.address, self.nbytes, mapped_slot.fault_threads())
 
     def lock(self, device: torch.device) -> bool:
         return lanes.lock_pages(self.address, self.nbytes, device)

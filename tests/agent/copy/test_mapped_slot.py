@@ -7,6 +7,7 @@ from __future__ import annotations
 import fcntl
 import logging
 import os
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
@@ -398,6 +399,7 @@ class Pages:
             assert any(int(start, 16) <= address < int(end, 16) for start, end in shared)
             self.unlocked.append(address)
 
+        monkeypatch.setattr(mapped_slot_module, "fault_threads", lambda: 1)
         monkeypatch.setattr(mapped_slot_module, "advise", populate)
         monkeypatch.setattr(mapped_slot_module, "lock_pages", lock)
         monkeypatch.setattr(mapped_slot_module, "unlock_pages", unlock)
@@ -439,6 +441,39 @@ def test_a_large_slot_is_locked_in_pieces_as_far_as_the_driver_does(
     slot.forget()
     unlocked = [start] if refused else [address for address, _ in pages.locked]
     assert sorted(pages.unlocked) == unlocked
+
+
+def test_a_slot_for_an_accelerator_is_faulted_in_on_several_threads_and_locked_after_that(
+    slot: MappedSlot, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pages, together, seen = Pages(monkeypatch), threading.Barrier(3, timeout=60), list[int]()
+
+    def populate(address: int, length: int, advice: int) -> int:
+        assert pages.locked == []
+        pages.populated.append((address, length))
+        if threading.get_ident() not in seen:
+            seen.append(threading.get_ident())
+            together.wait()
+        return 0
+
+    monkeypatch.setattr(mapped_slot_module, "fault_threads", lambda: 3)
+    monkeypatch.setattr(mapped_slot_module, "advise", populate)
+    monkeypatch.setattr(mapped_slot_module, "_PIECE", 1 << 16)
+    slot.populate(CUDA)
+    start, length = pages.locked[0]
+    assert sorted(pages.populated) == [
+        (start + at, min(1 << 16, length - at)) for at in range(0, length, 1 << 16)
+    ]
+    assert len(seen) == 3
+    slot.forget()
+
+
+@pytest.mark.parametrize(("cpus", "threads"), [(1, 1), (8, 2), (17, 4), (128, 4)])
+def test_slots_are_faulted_in_on_a_quarter_of_the_cpus_and_on_four_at_most(
+    monkeypatch: pytest.MonkeyPatch, cpus: int, threads: int
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cpus)))
+    assert mapped_slot_module.fault_threads() == threads
 
 
 def test_memory_that_cannot_be_faulted_in_can_still_be_used(
