@@ -141,6 +141,7 @@ class MappedSlot:
         self._locking = threading.Lock()
         self._mapped = weakref.ref(mapped)
         self._unlocks: list[Callable[[], object]] = []
+        self._locked = 0
         self.ready = Flag()  # set once `populate` is over, whether it has locked or not
         self._forgotten = False
 
@@ -154,6 +155,11 @@ class MappedSlot:
         Raises ValueError once that is closed.
         """
         return self._data.fileno()
+
+    @property
+    def unlocked(self) -> int:
+        """The bytes of the slot's memory that are not page-locked."""
+        return self.header.file_length - self._locked
 
     @property
     def is_unlinked(self) -> bool:
@@ -187,6 +193,7 @@ class MappedSlot:
                 unlock = weakref.finalize(mapped, _unlock, os.getpid(), piece, device)
                 unlock.atexit = False
                 self._unlocks.append(unlock)
+                self._locked += nbytes
 
     @staticmethod
     def _fault(start: int, length: int, count: int) -> None:

@@ -139,6 +139,7 @@ class Handover:
         self._all.granted(self.pending, slot)
         if self._ready_by is not None:
             slot.ready.wait(max(0.0, self._ready_by - time.monotonic()))
+            self.pending.unlocked = slot.unlocked
         return slot
 
     def _skip(self, why: str) -> None:

@@ -59,6 +59,7 @@ class Seals:
                 step=pending.step,
                 held=held,
                 cost=pending.cost_before,
+                unlocked=pending.unlocked,
             ),
             lambda reply: self._answered(pending, reply),
         )

@@ -421,6 +421,7 @@ class Connection:
                     request.step,
                     request.held,
                     request.cost,
+                    request.unlocked,
                 )
                 return m.Sealed(re=request.id, durable=durable), ()
             case m.Abandon():

@@ -426,7 +426,7 @@ def test_a_large_slot_is_locked_in_pieces_as_far_as_the_driver_does(
     slot: MappedSlot, monkeypatch: pytest.MonkeyPatch, refused: bool
 ) -> None:
     pages, most = Pages(monkeypatch), slot.header.capacity // 8192 * 4096
-    lock = mapped_slot_module.lock_pages
+    lock = vars(mapped_slot_module)["lock_pages"]
     monkeypatch.setattr(lanes_module, "LOCKED", most)
     monkeypatch.setattr(
         mapped_slot_module,
@@ -438,6 +438,7 @@ def test_a_large_slot_is_locked_in_pieces_as_far_as_the_driver_does(
     assert length == slot.header.data_offset + most
     assert rest[0] == (start + length, most)
     assert len(rest) == (1 if refused else 2)
+    assert slot.unlocked == (slot.header.file_length - length if refused else 0)
     slot.forget()
     unlocked = [start] if refused else [address for address, _ in pages.locked]
     assert sorted(pages.unlocked) == unlocked

@@ -66,7 +66,7 @@ class FakeSlot:
     def __init__(self, name: str, capacity: int = 1000) -> None:
         self.name, self.capacity, self.header = name, capacity, self
         self.state, self.step, self.attempt = SlotState.FREE, cast(int | None, None), 1
-        self.ready = Flag()
+        self.ready, self.unlocked = Flag(), 3
 
     def begin(self, step: int) -> None:
         self.state, self.step = SlotState.FILLING, step
@@ -126,12 +126,13 @@ def test_a_slot_for_an_accelerator_is_waited_for_until_it_is_locked_or_the_budge
             ready.set()
         assert acquired.result(60).name == "a"
     assert (seen, ready.is_set()) == ([False] * locked, locked)
+    assert handover.pending.unlocked == 3
 
 
 def test_a_slot_for_the_cpu_is_used_while_it_is_faulted_in() -> None:
     world = World(granted("a"))
-    world.filled(1)
-    assert not world.slots["a"].ready.is_set()
+    handover = world.filled(1)
+    assert (world.slots["a"].ready.is_set(), handover.pending.unlocked) == (False, 0)
 
 
 def test_a_slot_is_acquired_and_sealed() -> None:
