@@ -138,8 +138,9 @@ def accelerators() -> Check:
     return Check(
         "accelerators",
         OK,
-        f"copies from accelerators were tried on {TRIED_ON}, and not yet on several GPUs, other "
-        f"kinds, or ROCm; `make gpu` in a clone of ckptd tries yours",
+        f"copies from accelerators were tried on {TRIED_ON}, changes since then on a CPU only, "
+        f"and nothing on several GPUs, other kinds, or ROCm; `make gpu` in a clone of ckptd tries "
+        f"yours",
         {"tried_on": TRIED_ON},
     )
 

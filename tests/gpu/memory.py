@@ -116,6 +116,25 @@ def bus(rig: Rig) -> Iterator[Line]:
 
 
 @check
+def early(rig: Rig) -> Iterator[Line]:
+    """A snapshot before there are slots waits until its slot is locked."""
+    if rig.simulated:
+        yield skipped("a snapshot before the slots are locked", NO_DEVICE)
+        return
+    agent = rig.agent("early")
+    state = {"w": torch.randn(min(GB, rig.nbytes) // 4, device=rig.device)}
+    pending = agent.snapshot(state, step=0, persist=False)
+    pending.wait("sealed", timeout=60)
+    unlocked, budget = pending._snapshot.unlocked, agent._link.stall_budget
+    yield passes(
+        "a snapshot before the slots are locked",
+        (unlocked == 0 or pending.stall >= budget) and not differing(state, contents(agent, 0)),
+        f"held {pending.stall:.2f} s, {unlocked} bytes not locked",
+        f"locked, or held {budget:.0f} s",
+    )
+
+
+@check
 def halves(rig: Rig) -> Iterator[Line]:
     """A slot that is locked in pieces gets every byte. Locks end inside of tensors."""
     if rig.simulated:
