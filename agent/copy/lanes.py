@@ -224,8 +224,7 @@ def groups(
     """Yield the copies in groups that cross the bus together.
 
     The targets of a group, all in one slot, lie side by side, in at most `GATHERED`
-    bytes that were locked at once. A larger tensor is alone in its group if it cannot
-    be copied in pieces.
+    bytes that were locked at once.
     """
     base = targets[0].untyped_storage().data_ptr() if targets else 0
     group: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -254,22 +253,20 @@ def groups(
 def pieces(
     target: torch.Tensor, source: torch.Tensor, base: int
 ) -> Sequence[tuple[torch.Tensor, torch.Tensor]]:
-    """Return the pieces in which a tensor is copied: at most `GATHERED` bytes if source
-    and target are in the same order, and never across the memory of two locks.
+    """Return the pieces in which a tensor is copied: at most `GATHERED` bytes, and never
+    across the memory of two locks, unless the target has gaps.
 
     base: the address of the first byte of the slot's data. There is no piece of an
     empty tensor.
     """
     at, length, size = target.data_ptr() - base, target.nbytes, target.element_size()
-    apart = not _together(at, at + length)
-    if length <= GATHERED and not apart:
+    if length <= GATHERED and _together(at, at + length):
         return [(target, source)] if length else []
     order = sorted(range(target.dim()), key=target.stride, reverse=True)
-    to, of = target.permute(order), source.permute(order)
-    if apart:
-        of = of.contiguous()  # torch would do the same
-    if not (to.is_contiguous() and of.is_contiguous()):
+    to = target.permute(order)
+    if not to.is_contiguous():
         return [(target, source)]
+    of = source.permute(order).contiguous()  # on the device, as torch's copy does it
     sizes = []
     while length:
         sizes.append(min(length, GATHERED, LOCKED - at % LOCKED) // size)

@@ -140,7 +140,10 @@ def test_a_large_tensor_crosses_the_bus_in_pieces(monkeypatch: pytest.MonkeyPatc
     assert found == [[256], [256], [88]]
     across = whole.view(20, 30).t(), other.view(20, 30).t()
     assert [len(part) for part, _ in lanes.pieces(*across, whole.data_ptr())] == [256, 256, 88]
-    assert len(lanes.pieces(whole.view(20, 30), other.view(30, 20).t(), whole.data_ptr())) == 1
+    turned = whole.view(20, 30), other.view(30, 20).t()
+    assert [len(part) for part, _ in lanes.pieces(*turned, whole.data_ptr())] == [256, 256, 88]
+    Here().copy([turned[0]], [turned[1]])
+    assert torch.equal(*turned)
 
 
 def test_scalars_between_large_tensors_do_not_cross_the_bus_alone(
@@ -176,7 +179,7 @@ def test_no_copy_crosses_memory_that_was_locked_in_two(monkeypatch: pytest.Monke
     monkeypatch.setattr(lanes, "GATHERED", 1024)
     slot = torch.zeros(12_000, dtype=torch.uint8)
     base = slot.data_ptr()
-    sizes = [4000, 80, 80, 5000, 16, 2040]
+    sizes = [100, 4000, 80, 5000, 16, 2040]
     targets = [
         part.view(torch.float32) for part in torch.split_with_sizes(slot[: sum(sizes)], sizes)
     ]

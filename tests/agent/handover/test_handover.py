@@ -21,6 +21,7 @@ from ckptd.shared.errors import CkptdError, DaemonUnreachable, SnapshotFailed
 from ckptd.shared.formats.segment import SlotState
 from ckptd.shared.wire import messages as m
 from ckptd.shared.wire.lifecycle import Event
+from tests.support.daemons import until
 
 
 class Daemon:
@@ -120,8 +121,7 @@ def test_a_slot_for_an_accelerator_is_waited_for_until_it_is_locked_or_the_budge
     with ThreadPoolExecutor(1) as pool:
         acquired = pool.submit(handover.acquire)
         if locked:
-            while not ready._waiters._asleep:
-                time.sleep(0.001)
+            until(lambda: ready._waiters._asleep or acquired.done(), "wait")
             seen.append(acquired.done())
             ready.set()
         assert acquired.result(60).name == "a"
