@@ -60,6 +60,7 @@ class Seals:
                 held=held,
                 cost=pending.cost_before,
                 uncompared=pending.uncompared,
+                unlocked=pending.unlocked,
             ),
             lambda reply: self._answered(pending, reply),
         )

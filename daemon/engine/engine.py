@@ -365,6 +365,7 @@ class Engine:
         number: int,
         training_held: float = 0.0,
         cost: m.TrainingCost | None = None,
+        unlocked: int = 0,
         *,
         uncompared: bool = False,
     ) -> bool:
@@ -374,6 +375,7 @@ class Engine:
         step cannot be saved.
         """
         failpoint("seal.received")
+        owner.unlocked = unlocked
         job = self.catalog.job(owner.job)
         if job.is_durable(attempt, number):
             return True

@@ -421,6 +421,7 @@ class Connection:
                     request.step,
                     request.held,
                     request.cost,
+                    request.unlocked,
                     uncompared=request.uncompared,
                 )
                 return m.Sealed(re=request.id, durable=durable), ()

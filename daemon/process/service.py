@@ -495,6 +495,7 @@ class Service:
             ],
             "ranks_connected": job.ranks.connected,
             "running_seconds": _running(job),
+            "unlocked_bytes": job.ranks.unlocked,
             "training_cost": msgspec.to_builtins(governor.cost),
             "writers": governor.threads,
             "announced": (

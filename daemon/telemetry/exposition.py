@@ -168,6 +168,11 @@ _JOB_GAUGES = {
         "ckptd_replicas_off",
         "1 if the nodes of the job make no more copies in the memory of other nodes.",
     ),
+    "unlocked": (
+        "ckptd_unlocked_bytes",
+        "Bytes of slots that were not page-locked when the last snapshots were copied into them "
+        "from accelerators, which holds the training for longer.",
+    ),
     "room": ("ckptd_room_checkpoints", "How many more checkpoints of the job fit."),
     "ranks": ("ckptd_ranks_connected", "Ranks of the job on this node that are connected."),
 }

@@ -205,6 +205,8 @@ class Seal(Request, frozen=True, kw_only=True, tag="seal"):
 
     `cost`: that of the last snapshot whose cost is known, or None. `uncompared`: True if
     this rank's device had too little memory to compare the snapshot with other ranks.
+    `unlocked`: bytes of the slot that were not page-locked, if an accelerator copied into
+    it.
     """
 
     segment: Name
@@ -213,6 +215,7 @@ class Seal(Request, frozen=True, kw_only=True, tag="seal"):
     held: Annotated[float, msgspec.Meta(ge=0, le=10**9)] = 0.0
     cost: TrainingCost | None = None
     uncompared: bool = False
+    unlocked: Size = 0
 
 
 class Sealed(Reply, frozen=True, kw_only=True, tag="sealed"):

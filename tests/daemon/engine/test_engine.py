@@ -290,6 +290,18 @@ def test_a_seal_that_is_reported_again_counts_its_stall_once(ranks: ConnectedRan
     assert (sum(found.counts), found.seconds) == (1, 0.25), "0.0 means that it is not known"
 
 
+def test_the_newest_seal_of_a_rank_says_how_much_of_its_slot_is_not_locked(
+    ranks: ConnectedRanks,
+) -> None:
+    for rank, unlocked in ((0, 7), (1, 5)):
+        owner, slot = ranks.owner(ranks.clients[rank]), ranks.grant(rank, 5)
+        ranks.write_seal(slot, 5)
+        ranks.core.run(ranks.core.engine.seal(owner, slot.name, 1, 5, unlocked=unlocked))
+    assert ranks.job.ranks.unlocked == 12
+    ranks.owner(ranks.clients[0]).notify = None
+    assert ranks.job.ranks.unlocked == 5
+
+
 def test_larger_slots_take_back_what_was_granted_and_not_sealed(ranks: ConnectedRanks) -> None:
     owner = ranks.owner(ranks.clients[0])
     sealed, granted = ranks.grant(0, 5), ranks.grant(0, 6)

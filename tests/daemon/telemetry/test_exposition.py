@@ -17,7 +17,7 @@ from ckptd.shared import __version__
 DOCS = Path(__file__).parents[3] / "docs"
 FIGURES = DaemonFigures(
     jobs=(
-        JobFigures("gpt", 3, 30, 1.7e9 + 0.25, 7, 2, 1, 5, 3, 40, 1),
+        JobFigures("gpt", 3, 30, 1.7e9 + 0.25, 7, 2, 1, 5, 3, 40, 1, 60),
         JobFigures('odd "name"\\\n', 1, None, None, None, 0, 0),
         JobFigures("new"),
     ),
@@ -117,6 +117,8 @@ def test_the_figures_of_the_jobs_and_none_for_what_is_not_known(board: MetricsBo
         ("ckptd_non_finite_values", "gpt"): 5,
         ("ckptd_last_durable_chain", "gpt"): 3,
         ("ckptd_last_replicated_step", "gpt"): 40, ("ckptd_replicas_off", "gpt"): 1,
+        ("ckptd_unlocked_bytes", "gpt"): 60, ("ckptd_unlocked_bytes", odd): 0,
+        ("ckptd_unlocked_bytes", "new"): 0,
         ("ckptd_room_checkpoints", "gpt"): 7, ("ckptd_ranks_connected", "gpt"): 2,
         ("ckptd_ranks_connected", odd): 0, ("ckptd_ranks_connected", "new"): 0,
     }  # fmt: skip
