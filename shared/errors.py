@@ -124,6 +124,7 @@ class MachineError(CkptdError):
     pass
 
 
+_DENIED = frozenset({_errno.EACCES, _errno.EPERM})
 _RUN_OUT = frozenset(
     {_errno.EMFILE, _errno.ENFILE, _errno.ENOMEM, _errno.ENOSPC, _errno.EDQUOT, _errno.EAGAIN}
 )
@@ -163,6 +164,11 @@ class StorageError(MachineError):
         serve: the file itself may be sound.
         """
         return self._remote or self.errno in _RUN_OUT
+
+    @property
+    def is_denied(self) -> bool:
+        """True if this user has no permission: the file itself may be sound."""
+        return self.errno in _DENIED
 
     @classmethod
     def of(cls, action: str, error: OSError, *, served: bool = False) -> StorageError:
