@@ -130,6 +130,16 @@ _RUN_OUT = frozenset(
 )
 
 
+_UNREACHABLE = frozenset(
+    {
+        _errno.ESTALE, _errno.ETIMEDOUT, _errno.ENOTCONN, _errno.ECONNREFUSED, _errno.ECONNRESET,
+        _errno.ECONNABORTED, _errno.EHOSTDOWN, _errno.EHOSTUNREACH, _errno.ENETDOWN,
+        _errno.ENETUNREACH, _errno.ESHUTDOWN,
+    }
+)  # fmt: skip
+"""Errors of a mount whose server, or the process that serves it, cannot be reached."""
+
+
 class RemoteError(OSError):
     """An error of an object store.
 
@@ -160,10 +170,10 @@ class StorageError(MachineError):
 
     @property
     def is_no_damage(self) -> bool:
-        """True if a resource of the machine has run out, or an object store does not
-        serve: the file itself may be sound.
+        """True if a resource of the machine has run out, or the server of an object
+        store or a mount does not serve: the file itself may be sound.
         """
-        return self._remote or self.errno in _RUN_OUT
+        return self._remote or self.errno in _RUN_OUT | _UNREACHABLE
 
     @property
     def is_denied(self) -> bool:
