@@ -131,8 +131,8 @@ class Loading:
     def _damage(self, error: Exception) -> str:
         """Return a description of the damage to the checkpoint.
 
-        Raises StorageError if the machine could not read it, and NewerFormat if a newer
-        ckptd wrote it: going back to an older checkpoint would lose one that may be
+        Raises StorageError if the machine or this user could not read it, and NewerFormat
+        if a newer ckptd wrote it: going back to an older checkpoint would lose one that may be
         sound.
         """
         where = f"{self._job}/{self._candidate.tag}"
@@ -140,7 +140,7 @@ class Loading:
             raise newer(error, where, "step=") from None
         if isinstance(error, OSError):
             failure = StorageError.of(f"read {where}", error)
-            if failure.is_no_damage:
+            if failure.is_no_damage or failure.is_denied:
                 raise failure from None
         return str(error)
 

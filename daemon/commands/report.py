@@ -160,6 +160,10 @@ def status_text(status: dict[str, Any], columns: int | None = None) -> str:
         lines += [
             f"  NEWER          {job['job']}/{tag}: {why}" for tag, why in job["newer"].items()
         ]
+        lines += [
+            f"  DENIED         {job['job']}/{tag}: {why}"
+            for tag, why in job.get("denied", {}).items()
+        ]
         if values := job.get("non_finite"):
             lines.append(
                 f"  NOT FINITE     {job['job']}: {count_text(values, 'value')} of the newest "

@@ -8,6 +8,7 @@ import errno
 import fcntl
 import json
 import os
+import shlex
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -76,6 +77,12 @@ def holder_of(root: Location) -> LockHolder | None:
         except (FileNotFoundError, NotADirectoryError):
             continue
         except PermissionError:
+            if (own := _unsearchable(path)) is not None:
+                raise Forbidden(
+                    f"uid {os.geteuid()} has no permission to search {own}, which it owns, and "
+                    f"cannot see whether a daemon serves {root}: run `chmod u+rwx "
+                    f"{shlex.quote(str(own))}`"
+                ) from None
             raise Forbidden(
                 f"uid {os.geteuid()} may not look whether a daemon of {_named(path)} serves "
                 f"{root}, which may hold snapshots in memory only: run this command as that user "
@@ -140,6 +147,15 @@ def owner_of(root: Location) -> int | None:
     for path in lock_files(root):
         with suppress(OSError):
             return path.lstat().st_uid
+    return None
+
+
+def _unsearchable(path: Path) -> Path | None:
+    """Return the directory above a path that this user owns and may not search, or None."""
+    for directory in reversed(path.parents):
+        if not os.access(directory, os.X_OK):
+            with suppress(OSError):
+                return directory if directory.lstat().st_uid == os.geteuid() else None
     return None
 
 

@@ -204,6 +204,16 @@ def test_each_problem_is_one_printable_line() -> None:
     ]
 
 
+def test_a_checkpoint_that_this_user_may_not_read_is_a_problem_and_nothing_to_delete() -> None:
+    why = "cannot read the manifest of gpt/step-00000003.a0001: Permission denied"
+    report = CLOCK.report(CLOCK.job(denied={"step-00000003.a0001": why}))
+    (problem,) = health.problems(report)
+    assert (problem.what, problem.message) == (
+        "denied",
+        f"job gpt: {why}. recover() goes back to no older checkpoint meanwhile",
+    )
+
+
 def test_a_trainer_that_is_refused_is_a_problem() -> None:
     refused = [
         {"job": job, "message": "process 7 has been refused for 3 min: it is full"}
