@@ -30,6 +30,8 @@ log = logging.getLogger("ckptd.agent")
 
 REFERENCE = "ckptd.json"
 """The name of the file with the job, the attempt and the step of a snapshot."""
+_BEGUN = f".{REFERENCE}"
+"""The name of this file before the snapshot is taken. It then has no reference."""
 
 
 class StateCalls:
@@ -71,9 +73,13 @@ class StateCalls:
         name that has other files.
         """
         accelerator, project = self._accelerator, self._accelerator.project_configuration
+        each = project.save_on_each_node
+        writes = accelerator.is_local_main_process if each else accelerator.is_main_process
         directory = self._new_directory(output_dir)
         if directory is not None:
             directory.mkdir(parents=True, exist_ok=True)
+            if writes:
+                (directory / _BEGUN).touch()
         self._call_save_hooks(directory)
         # The snapshot has the number of the next directory.
         project.iteration += 1
@@ -82,13 +88,12 @@ class StateCalls:
         except BaseException:
             project.iteration -= 1
             raise
-        each = project.save_on_each_node
-        writes = accelerator.is_local_main_process if each else accelerator.is_main_process
         if directory is not None and writes:
             reference = {"job": self._run.agent.job, "attempt": attempt, "step": step}
-            written = directory / f".{REFERENCE}"
+            written = directory / _BEGUN
             written.write_text(json.dumps(reference) + "\n")
             written.replace(directory / REFERENCE)
+            self._delete_old(directory)
         accelerator.wait_for_everyone()
         return directory
 
@@ -139,26 +144,29 @@ class StateCalls:
             )
 
     def _new_directory(self, output_dir: str | os.PathLike[str] | None) -> Path | None:
-        """Return the directory for a reference. With automatic names, delete old ones, as
-        accelerate does.
-        """
+        """Return the directory for a reference."""
         accelerator, project = self._accelerator, self._accelerator.project_configuration
         if not project.automatic_checkpoint_naming:
             return None if output_dir is None else Path(output_dir).expanduser()
         parent = Path(accelerator.project_dir) / "checkpoints"
         directory = parent / f"checkpoint_{accelerator.save_iteration}"
-        if directory.exists() and not (directory / REFERENCE).exists():
+        if directory.exists() and not (directory / REFERENCE).exists() and not _is_begun(directory):
             raise InvalidRequest(
                 f"{directory} exists already, and ckptd has not made it: set "
                 "accelerator.project_configuration.iteration to the first free number"
             )
-        if project.total_limit is not None and accelerator.is_main_process:
-            others = [one for one in _numbered(parent) if one != directory]
-            for old in others[: max(0, len(others) + 1 - project.total_limit)]:
-                log.info("%s is deleted, because total_limit is %d", old, project.total_limit)
-                shutil.rmtree(old)
-        accelerator.wait_for_everyone()
+        accelerator.wait_for_everyone()  # before another rank makes it
         return directory
+
+    def _delete_old(self, newest: Path) -> None:
+        """With automatic names, delete directories that are older than the newest ones."""
+        accelerator, project = self._accelerator, self._accelerator.project_configuration
+        limit = project.total_limit if project.automatic_checkpoint_naming else None
+        if limit is not None and accelerator.is_main_process:
+            others = [one for one in _numbered(newest.parent) if one != newest]
+            for old in others[: max(0, len(others) + 1 - limit)]:
+                log.info("%s is deleted, because total_limit is %d", old, limit)
+                shutil.rmtree(old)
 
     def _shared(
         self, input_dir: str | os.PathLike[str] | None
@@ -187,9 +195,14 @@ class StateCalls:
             directory = Path(input_dir).expanduser()
             if not directory.is_dir():
                 raise NotFound(f"{directory} is no directory: give one of save_state()")
+            if _is_begun(directory):
+                raise NotFound(
+                    f"{directory} refers to no snapshot, because its save_state() did not end: "
+                    f"give another directory"
+                )
         elif accelerator.project_configuration.automatic_checkpoint_naming:
             parent = Path(accelerator.project_dir) / "checkpoints"
-            found = _numbered(parent)
+            found = [one for one in _numbered(parent) if not _is_begun(one)]
             if not found:
                 raise NotFound(f"{parent} has no directory of save_state()")
             directory = found[-1]
@@ -282,6 +295,14 @@ def _seeded(loader: Any) -> Any:
     """Return the sampler of a loader if it has a seed and an epoch."""
     sampler = loader.get_sampler() if hasattr(loader, "get_sampler") else None
     return sampler if type(getattr(sampler, "initial_seed", None)) is int else None
+
+
+def _is_begun(directory: Path) -> bool:
+    """Return True for a directory that `save_state` has made, and did not finish because
+    the process was killed.
+    """
+    files = {one.name for one in directory.iterdir()}
+    return REFERENCE not in files and (not files or _BEGUN in files)
 
 
 def _numbered(parent: Path) -> list[Path]:

@@ -192,12 +192,50 @@ def test_automatic_names_count_on(agents: Any, tmp_path: Path) -> None:
     second.accelerator.load_state()
     assert second.accelerator.save_iteration == 11
     (places / "checkpoint_11").mkdir()
+    (places / "checkpoint_11" / "notes").touch()
     with pytest.raises(InvalidRequest, match="checkpoint_11 exists already, and ckptd has not"):
         second.accelerator.save_state()
     assert second.accelerator.save_iteration == 11
-    (places / "checkpoint_11").rmdir()
+    (places / "checkpoint_11" / "notes").unlink()
     second.accelerator.save_state()
     assert sorted(one.name for one in places.iterdir()) == ["checkpoint_10", "checkpoint_11"]
+
+
+def test_a_directory_whose_save_was_killed_is_passed_over_and_used_again(
+    agents: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from accelerate.utils import ProjectConfiguration
+
+    def life() -> Training:
+        project = ProjectConfiguration(
+            str(tmp_path), automatic_checkpoint_naming=True, total_limit=1
+        )
+        training = Training(project_config=project).prepare()
+        attach(training.accelerator, save_state=True, agent=agents())
+        return training
+
+    places = tmp_path / "checkpoints"
+    life().accelerator.save_state()
+    for killed in (Path.mkdir, Path.touch, Path.write_text):
+        training = life()
+        training.accelerator.load_state()
+
+        def end(path: Path, *arguments: Any, call: Any = killed, **options: Any) -> None:
+            call(path, *arguments, **options)
+            if path.parent == places or path.parent.parent == places:
+                raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, killed.__name__, end)
+            with pytest.raises(KeyboardInterrupt):
+                training.accelerator.save_state()
+        assert (places / "checkpoint_0" / "ckptd.json").exists(), "the limit keeps the last one"
+        with pytest.raises(NotFound, match="checkpoint_1 refers to no snapshot, because"):
+            training.accelerator.load_state(places / "checkpoint_1")
+    training = life()
+    training.accelerator.load_state()
+    assert training.accelerator.save_state() == places / "checkpoint_1"
+    assert [one.name for one in places.iterdir()] == ["checkpoint_1"]
 
 
 def test_a_directory_of_accelerate_itself_is_loaded(agents: Any, tmp_path: Path) -> None:
