@@ -53,7 +53,7 @@ def test_a_seal_names_its_segment_and_step() -> None:
     one.uncompared = True
     world.seals.hand_over(one)
     assert world.wire.posted[1][0] == m.Seal(
-        id=1, segment="a.seg", attempt=1, step=5, uncompared=True
+        id=1, segment="a.seg", attempt=1, step=5, uncompared=True, unlocked=77
     )
 
 
