@@ -21,7 +21,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ckptd.shared.errors import InvalidRequest, NotFound
+from ckptd.shared.errors import (
+    CkptdError,
+    IntegrityError,
+    InvalidRequest,
+    NotFound,
+    storage_errors,
+)
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -91,7 +97,10 @@ class StateCalls:
         if directory is not None and writes:
             reference = {"job": self._run.agent.job, "attempt": attempt, "step": step}
             written = directory / _BEGUN
-            written.write_text(json.dumps(reference) + "\n")
+            with written.open("w") as file:
+                file.write(json.dumps(reference) + "\n")
+                file.flush()
+                os.fsync(file.fileno())
             written.replace(directory / REFERENCE)
             self._delete_old(directory)
         accelerator.wait_for_everyone()
@@ -114,7 +123,8 @@ class StateCalls:
 
         Raises InvalidRequest for these, if a directory refers to a snapshot of another
         job, or to one in whose place there is another; NotFound if there is no
-        directory or no snapshot; and the errors of `TrainingRun.load`.
+        directory or no snapshot; IntegrityError if a reference is damaged, StorageError
+        if it cannot be read; and the errors of `TrainingRun.load`.
         """
         directory, reference = self._shared(input_dir)
         if directory is not None and reference is None:
@@ -180,7 +190,7 @@ class StateCalls:
         if self._accelerator.is_main_process:
             try:
                 found[:2] = self._find(input_dir)
-            except NotFound as error:
+            except CkptdError as error:  # which the other processes would wait for
                 found[2] = error
         broadcast_object_list(found)
         if found[2] is not None:
@@ -208,8 +218,7 @@ class StateCalls:
             directory = found[-1]
         else:
             return None, None
-        file = directory / REFERENCE
-        return directory, json.loads(file.read_text()) if file.exists() else None
+        return directory, _read(directory / REFERENCE)
 
     def _call_save_hooks(self, directory: Path | None) -> None:
         """Call the hooks of `register_save_state_pre_hook`.
@@ -295,6 +304,24 @@ def _seeded(loader: Any) -> Any:
     """Return the sampler of a loader if it has a seed and an epoch."""
     sampler = loader.get_sampler() if hasattr(loader, "get_sampler") else None
     return sampler if type(getattr(sampler, "initial_seed", None)) is int else None
+
+
+def _read(file: Path) -> dict[str, Any] | None:
+    """Return the reference in a file, or None if there is no such file.
+
+    Raises IntegrityError for a file that `save_state` has not written, and StorageError
+    if the file cannot be read.
+    """
+    with storage_errors(f"read {file}"):
+        try:
+            found = json.loads(file.read_bytes())
+            return {"job": str(found["job"]), **{n: int(found[n]) for n in ("attempt", "step")}}
+        except FileNotFoundError:
+            return None
+        except (ValueError, TypeError, LookupError):
+            raise IntegrityError(
+                f"{file} is damaged: delete its directory, or give another one to load_state()"
+            ) from None
 
 
 def _is_begun(directory: Path) -> bool:
