@@ -438,7 +438,9 @@ class Agent:
         values = values_document(captured, rng=rng)
         self._rng_room = max(self._rng_room, len(values) - captured.encoded_bytes)
         handover.acquire()
+        skipped = check.skipped
         finish = check.begin(found, handover.pending.step, handover.beside)
+        handover.pending.uncompared = check.skipped > skipped
         transfer = handover.copy(
             found.sources, layout, modules_of(state), found.unlike, captured.tensors.values()
         )
@@ -505,7 +507,10 @@ class Agent:
                 + self._rng_room
                 + optimizer_bytes_to_come(state, self.world_size)
             )
-        self._link.handovers.slots.prepare(room, layout, accelerator_of(captured.tensors.values()))
+        handovers, device = self._link.handovers, accelerator_of(captured.tensors.values())
+        handovers.slots.prepare(room, layout, device)
+        if device is not None:
+            handovers.sealer.prepare(device)
 
     # -- recovering
 

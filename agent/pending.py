@@ -210,7 +210,9 @@ class PendingSnapshot:
     cost_before: what the snapshot before has cost the training, or None if that is not
     known. begun: the time of `time.perf_counter` at which the call of `snapshot` began,
     or None if `dcp.save` takes the snapshot. meets: False if this rank keeps its plan,
-    and so meets the other ranks in no round for this step.
+    and so meets the other ranks in no round for this step. uncompared: True if the device
+    had too little memory to compare the snapshot with other ranks. unlocked: bytes of its
+    slot that were not page-locked, if an accelerator copies into it.
     """
 
     def __init__(
@@ -236,6 +238,8 @@ class PendingSnapshot:
         self.error: CkptdError | None = None
         self.segment = ""
         self.meets = True
+        self.uncompared = False
+        self.unlocked = 0
         self.unsaved: dict[str, str] | None = None
         self._state = SnapshotState.NEW
         self._was_sealed = False

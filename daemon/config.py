@@ -21,7 +21,7 @@ from ckptd.shared.codecs import codec
 from ckptd.shared.errors import InvalidConfig
 from ckptd.shared.formats.part_writer import Spread
 from ckptd.shared.formats.plan import DEFAULT_CHUNK, MAX_CHUNK, MIN_CHUNK
-from ckptd.shared.location import Location, Url, local, located
+from ckptd.shared.location import NO_PLACE, Location, Url, local, located
 from ckptd.shared.retention import LatestN, Policy, PreserveAll, parse
 from ckptd.shared.system.machine import default_state_dir
 from ckptd.shared.system.numa import parse_cpus
@@ -30,6 +30,8 @@ from ckptd.shared.units import parse_size
 
 _SLOTS_WITH_REPLICAS = 3
 _LEAST_BANDWIDTH = 10**6
+_MOST_STALL = 3600.0  # the longest wait that a message of the protocol can ask for
+_MOST_INT = (1 << 63) - 1  # numbers in messages, files and policies have 64 bits
 REPLICA_SLOTS = 2
 """The segments for copies of one rank of another node: one that holds a whole copy, and
 one that receives the next.
@@ -192,6 +194,8 @@ class Config:
     """
 
     def __post_init__(self) -> None:
+        for name in (name for name, field in FIELDS.items() if field.type == "int"):
+            _require(getattr(self, name) <= _MOST_INT, name, getattr(self, name), "less than 2^63")
         codec.encoder(self.codec)
         _require(
             isinstance(self.root, Url) or self.root.is_absolute(),
@@ -280,6 +284,12 @@ class Config:
             "idle_timeout",
         ):
             _require(getattr(self, name) >= 0, name, getattr(self, name), "0 or more")
+        _require(
+            self.stall_budget <= _MOST_STALL,
+            "stall_budget",
+            self.stall_budget,
+            "at most 3600 seconds",
+        )
         _require(self.storage_timeout > 0, "storage_timeout", self.storage_timeout, "more than 0")
         _require(self.rank_timeout > 0, "rank_timeout", self.rank_timeout, "more than 0")
         _require(self.node_timeout > 0, "node_timeout", self.node_timeout, "more than 0")
@@ -404,7 +414,9 @@ def _convert(key: str, value: Any, where: str) -> Any:
         return _root(value, where)
     try:
         if field.type in ("Path", "Path | None"):
-            return Path(os.path.expanduser(_text(value)))
+            if not (text := _text(value)):
+                raise InvalidConfig(f"{where}{key}: {NO_PLACE}")
+            return Path(os.path.expanduser(text))
         if field.type == "bool":
             return (
                 value

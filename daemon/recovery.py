@@ -75,6 +75,7 @@ async def scan_job(
     uncommitted: set[str] = set()
     damaged: dict[str, str] = {}
     newer: dict[str, str] = {}
+    denied: dict[str, str] = {}
     guards: dict[str, str] = {}
     for tag in tags:
         try:
@@ -90,6 +91,11 @@ async def scan_job(
             failure = StorageError.of(f"read the manifest of {job.name}/{tag}", problem)
             if failure.is_no_damage:
                 raise failure from None
+            if failure.is_denied:
+                denied[tag] = str(failure)
+                if tag not in job.denied:
+                    log.error("checkpoint %s/%s: %s", job.name, tag, failure)
+                continue
             damaged[tag] = str(failure)
             _log_damage(job, tag, damaged[tag])
         except NewerFormat as error:
@@ -110,26 +116,32 @@ async def scan_job(
     job.uncommitted = uncommitted
     job.damaged = damaged
     job.newer = newer
+    job.denied = denied
     job.guards = guards
-    for gone in before - set(tags) | set(damaged) | set(newer):
+    for gone in before - set(tags) | set(damaged) | set(newer) | set(denied):
         job.checkpoints.pop(gone, None)
 
 
 async def drop_deleted(repository: Repository, jobs: Collection[Job], calls: StorageCalls) -> None:
-    """Update the catalog of each job whose newest checkpoint was deleted by hand.
+    """Update the catalog of each job whose newest checkpoint was deleted by hand, or
+    that has a checkpoint which this user could not read.
 
     Changes nothing while the storage cannot be read, or is another one.
     """
     newest = [
-        (job, max(known, key=lambda c: c.order))
+        (job, max(known, key=lambda c: c.order) if known else None)
         for job in jobs
-        if (known := job.live_checkpoints())
+        if (known := job.live_checkpoints()) or job.denied
     ]
 
     def find_deleted() -> list[Job]:
         if repository.storage.is_lost():
             return []
-        return [job for job, one in newest if not repository.has_manifest(job.name, one.tag)]
+        return [
+            job
+            for job, one in newest
+            if job.denied or one is None or not repository.has_manifest(job.name, one.tag)
+        ]
 
     try:
         for job in await calls.run(find_deleted):
@@ -253,6 +265,8 @@ async def finish_save(destination: Destination, saver: Saver, place: str) -> Non
             partial(destination.repository.delete_unfinished, name, tag, needless)
         )
         await destination.committer.journal_commit(known)
+    elif tag in there.denied:  # it may be committed, and must not be deleted
+        raise StorageError(there.denied[tag])
     elif (
         not parts
         or tag in there.damaged

@@ -124,9 +124,20 @@ class MachineError(CkptdError):
     pass
 
 
+_DENIED = frozenset({_errno.EACCES, _errno.EPERM})
 _RUN_OUT = frozenset(
     {_errno.EMFILE, _errno.ENFILE, _errno.ENOMEM, _errno.ENOSPC, _errno.EDQUOT, _errno.EAGAIN}
 )
+
+
+_UNREACHABLE = frozenset(
+    {
+        _errno.ESTALE, _errno.ETIMEDOUT, _errno.ENOTCONN, _errno.ECONNREFUSED, _errno.ECONNRESET,
+        _errno.ECONNABORTED, _errno.EHOSTDOWN, _errno.EHOSTUNREACH, _errno.ENETDOWN,
+        _errno.ENETUNREACH, _errno.ESHUTDOWN,
+    }
+)  # fmt: skip
+"""Errors of a mount whose server, or the process that serves it, cannot be reached."""
 
 
 class RemoteError(OSError):
@@ -159,10 +170,15 @@ class StorageError(MachineError):
 
     @property
     def is_no_damage(self) -> bool:
-        """True if a resource of the machine has run out, or an object store does not
-        serve: the file itself may be sound.
+        """True if a resource of the machine has run out, or the server of an object
+        store or a mount does not serve: the file itself may be sound.
         """
-        return self._remote or self.errno in _RUN_OUT
+        return self._remote or self.errno in _RUN_OUT | _UNREACHABLE
+
+    @property
+    def is_denied(self) -> bool:
+        """True if this user has no permission: the file itself may be sound."""
+        return self.errno in _DENIED
 
     @classmethod
     def of(cls, action: str, error: OSError, *, served: bool = False) -> StorageError:

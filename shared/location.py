@@ -15,6 +15,8 @@ from ckptd.shared.errors import InvalidConfig
 
 SCHEMES = {"s3": "s3", "s3a": "s3", "gs": "gs", "az": "az", "abfs": "az"}
 """The schemes of URLs that name object stores, and the usual scheme for each."""
+NO_PLACE = "an empty text names no place: is a variable unset? The working directory is `.`"
+
 _URL = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]+):/(?P<rest>.*)", re.DOTALL)
 _PLAIN = re.compile(r"[A-Za-z0-9._=+-]{1,255}")
 
@@ -82,9 +84,7 @@ def located(place: str | os.PathLike[str] | Url) -> Location:
         return place
     text = os.fspath(place)
     if not text:  # the working directory would be a surprise
-        raise InvalidConfig(
-            "an empty text names no place: is a variable unset? The working directory is `.`"
-        )
+        raise InvalidConfig(NO_PLACE)
     scheme = url_scheme(text)
     return _parse(text, scheme) if scheme else Path(os.path.abspath(text))
 

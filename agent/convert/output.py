@@ -18,7 +18,8 @@ from typing import Any
 from crc32c import crc32c
 
 from ckptd.shared import names
-from ckptd.shared.errors import AlreadyExists, Busy, IntegrityError, StorageError
+from ckptd.shared.errors import AlreadyExists, Busy, IntegrityError, InvalidRequest, StorageError
+from ckptd.shared.storage.locate import is_root
 from ckptd.shared.storage.locks import description_lock
 from ckptd.shared.system.fs import PosixFileSystem, opened_directory
 from ckptd.shared.units import size_text
@@ -40,14 +41,21 @@ OnProgress = Callable[[int], None]
 
 
 def check_place(out: Path, nbytes: int, key: str = "") -> None:
-    """Check that an export of `nbytes` bytes can be made at `out`. key: that of
-    `continued`, whose finished files count as made.
+    """Check that an export or import of `nbytes` bytes can be made at `out`. key: that
+    of `continued`, whose finished files count as made.
 
-    Raises AlreadyExists if `out` exists, StorageError if its directory does not or has
+    Raises AlreadyExists if `out` exists, InvalidRequest if `out` is the place of a
+    checkpoint of a job, StorageError if its directory does not or has
     no room, OSError.
     """
     if os.path.lexists(out):
         raise AlreadyExists(f"{out} exists already: choose another name, or remove it first")
+    if names.parse_tag_directory(out.name) is not None and is_root(out.parent.parent):
+        raise InvalidRequest(
+            f"{out} is the place of a checkpoint of the job {out.parent}, which only a daemon "
+            f"makes: give it to the job with `ckptd adopt PATH {out.parent}`, or choose another "
+            f"place"
+        )
     if not out.parent.is_dir():
         raise StorageError(f"{out.parent} is not a directory: make it first")
     begun = _beside(out, key) / _MADE

@@ -202,6 +202,10 @@ class Fences:
         for handle in self._modules.values():
             handle.remove()
 
+    def adopt(self, lanes: dict[torch.device, Lane]) -> None:
+        """Use lanes that were made before."""
+        self._lanes |= lanes
+
     def _lane(self, device: torch.device) -> Lane:
         if device not in self._lanes:
             self._lanes[device] = self._lane_of(device)

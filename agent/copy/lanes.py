@@ -15,7 +15,7 @@ import ctypes
 import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager
 from functools import cache
 from typing import Any, Protocol
 
@@ -29,10 +29,15 @@ log = logging.getLogger("ckptd.agent")
 # next one waits for the device.
 SMALL = 16 << 20  # bytes of a tensor that is gathered with its neighbours, at most
 GATHERED = 64 << 20  # bytes that cross the bus at once, at most
+_SPARE = 4 << 20  # bytes that must be free beside a new buffer, as torch rounds its size up
+LOCKED = 64 << 30  # bytes of a slot's data that are locked at once, at most
+_ALIGNED = 16  # bytes that a thread of the device reads or writes at once
 _RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 _PORTABLE = 1  # cudaHostRegisterPortable: locked for every device's context
+_NO_MEMORY = 2  # cudaErrorMemoryAllocation
 _REGISTERED = 712  # cudaErrorHostMemoryAlreadyRegistered
 _NOT_REGISTERED = 713  # cudaErrorHostMemoryNotRegistered
+_CAPTURING = 900  # cudaErrorStreamCaptureUnsupported
 
 
 class Mark(Protocol):
@@ -78,52 +83,73 @@ class StreamLane:
         self._device = device
         self._stream = torch.Stream(device)
         self._kept: torch.Tensor | None = None
+        self._refused = False
+
+    def prepare(self) -> None:
+        """Make the buffer of this lane, before the training has filled the device."""
+        with self._current():
+            self._buffer()
 
     def begin(self) -> None:
         self._stream.wait_stream(torch.accelerator.current_stream(self._device))
 
     def copy(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
-        with torch.no_grad(), self._stream:
+        with torch.no_grad(), self._current():
             buffer = self._buffer()
-            for run in runs(targets):
-                if len(run) > 1:
-                    self._gather([targets[n] for n in run], [sources[n] for n in run], buffer)
-                else:
-                    for target, source in pieces(targets[run[0]], sources[run[0]]):
-                        self._gather([target], [source], buffer)
+            most = GATHERED if buffer is None else buffer.nbytes
+            for group in groups(targets, sources, most):
+                self._gather(group, buffer)
+
+    def _current(self) -> AbstractContextManager[object]:
+        """Return a context manager in which the stream is the current one of this thread.
+
+        It is a new object each time: some versions of torch refuse to enter one that is
+        entered already, as by another thread.
+        """
+        return torch.Stream(
+            stream_id=self._stream.stream_id,
+            device_index=self._stream.device_index,
+            device_type=self._stream.device_type,
+        )
 
     def _buffer(self) -> torch.Tensor | None:
         """Return the memory in which tensors are gathered, or None if the device is full.
 
-        It is kept: the device may be full at the next call.
+        It is kept: the device may be full at the next call. On a device that is nearly
+        full, it is as small as it may be. torch is asked for that once, even if it has to
+        give back memory that it keeps for the training.
         """
-        if self._kept is None:
-            with suppress(torch.OutOfMemoryError):
-                self._kept = torch.empty(GATHERED, dtype=torch.uint8, device=self._device)
+        for length in (GATHERED, SMALL):
+            once = length == SMALL and not self._refused
+            if self._kept is None and (has_room(self._device, length) or once):
+                try:
+                    self._kept = torch.empty(length, dtype=torch.uint8, device=self._device)
+                except torch.OutOfMemoryError:
+                    self._refused = True
         return self._kept
 
     def run(self, work: Callable[[], None]) -> None:
-        with torch.no_grad(), self._stream:
+        with torch.no_grad(), self._current():
             work()
 
     @staticmethod
     def _gather(
-        targets: list[torch.Tensor], sources: list[torch.Tensor], buffer: torch.Tensor | None
+        group: list[tuple[torch.Tensor, torch.Tensor]], buffer: torch.Tensor | None
     ) -> None:
         """Copy tensors that lie side by side in the slot, through the buffer if they fit.
 
         The bus then waits for the next piece to be gathered, and the small copies of the
         training get their turn. They would wait for all copies that follow one another.
         """
-        first, length = targets[0].data_ptr(), sum(target.nbytes for target in targets)
-        if buffer is None or not 0 < length <= buffer.nbytes:
-            for target, source in zip(targets, sources, strict=True):
+        first, length = group[0][0].data_ptr(), sum(target.nbytes for target, _ in group)
+        if buffer is None or length > buffer.nbytes:
+            for target, source in group:
                 target.copy_(source, non_blocking=True)
             return
         by_dtype: dict[torch.dtype, tuple[list[torch.Tensor], list[torch.Tensor]]] = defaultdict(
             lambda: ([], [])
         )
-        for target, source in zip(targets, sources, strict=True):
+        for target, source in group:
             at = target.data_ptr() - first
             mirror = (
                 buffer[at : at + target.nbytes]
@@ -134,7 +160,7 @@ class StreamLane:
             by_dtype[target.dtype][1].append(source)
         for mirrors, originals in by_dtype.values():
             torch._foreach_copy_(mirrors, originals)
-        whole = targets[0].untyped_storage()
+        whole = group[0][0].untyped_storage()
         flat = torch.empty(0, dtype=torch.uint8, device="cpu").set_(
             whole, first - whole.data_ptr(), (length,), (1,)
         )
@@ -202,42 +228,102 @@ def _driver() -> Any:
         return None
 
 
+def has_room(device: torch.device, length: int) -> bool:
+    """Return False if the device is known to have fewer than `length` bytes to spare.
+
+    torch would wait for the device, and give back all memory that it keeps for the
+    training, before it says so.
+    """
+    if device.type != "cuda":
+        return True
+    with on(device):
+        free, _ = torch.cuda.mem_get_info(device)
+    return free >= length + _SPARE
+
+
 def capturing() -> bool:
     """Return True if the caller's stream is being captured into a graph."""
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
-def runs(targets: Sequence[torch.Tensor]) -> list[list[int]]:
-    """Return the numbers of the targets in groups that are copied together.
+def groups(
+    targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], most: int
+) -> Iterator[list[tuple[torch.Tensor, torch.Tensor]]]:
+    """Yield the copies in groups that cross the bus together.
 
-    Small targets that follow each other and lie side by side form a group of at most
-    `GATHERED` bytes. Any other target is alone in its group.
+    The targets of a group, all in one slot, lie side by side, in at most `most` bytes
+    that were locked at once.
     """
-    found: list[list[int]] = []
-    end, gathered = -1, GATHERED
-    for number, target in enumerate(targets):
-        start, length = target.data_ptr(), target.nbytes
-        if length <= SMALL and start == end and gathered + length <= GATHERED:
-            found[-1].append(number)
-            gathered += length
-        else:
-            found.append([number])
-            gathered = length if length <= SMALL else GATHERED
-        end = start + length
-    return found
+    base = targets[0].untyped_storage().data_ptr() if targets else 0
+    group: list[tuple[torch.Tensor, torch.Tensor]] = []
+    first = end = 0
+    for target, source in zip(targets, sources, strict=True):
+        for part in pieces(target, source, base, most):
+            start, length = part[0].data_ptr(), part[0].nbytes
+            # Large tensors are gathered at full speed only if they are aligned.
+            unit = part[0].element_size() if length <= SMALL else _ALIGNED
+            if group and (
+                start != end
+                or start - first + length > most
+                or (start - first) % unit
+                or not _together(first - base, start - base + length)
+            ):
+                yield group
+                group = []
+            if not group:
+                first = start
+            group.append(part)
+            end = start + length
+    if group:
+        yield group
 
 
 def pieces(
-    target: torch.Tensor, source: torch.Tensor
-) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yield pieces of a copy, of at most `GATHERED` bytes if both are contiguous."""
-    if target.nbytes > GATHERED and target.is_contiguous() and source.is_contiguous():
-        most = GATHERED // target.element_size()
-        yield from zip(
-            torch.split(target.view(-1), most), torch.split(source.view(-1), most), strict=True
+    target: torch.Tensor, source: torch.Tensor, base: int, most: int
+) -> Sequence[tuple[torch.Tensor, torch.Tensor]]:
+    """Return the pieces in which a tensor is copied: at most `most` bytes, and never
+    across the memory of two locks, unless the target has gaps.
+
+    base: the address of the first byte of the slot's data. There is no piece of an
+    empty tensor.
+    """
+    at, length, size = target.data_ptr() - base, target.nbytes, target.element_size()
+    if length <= most and _together(at, at + length):
+        return [(target, source)] if length else []
+    order = sorted(range(target.dim()), key=target.stride, reverse=True)
+    to = target.permute(order)
+    if not to.is_contiguous():
+        return [(target, source)]
+    of = source.permute(order).contiguous()  # on the device, as torch's copy does it
+    sizes = []
+    while length:
+        sizes.append(min(length, most, LOCKED - at % LOCKED) // size)
+        at, length = at + sizes[-1] * size, length - sizes[-1] * size
+    return list(
+        zip(
+            torch.split_with_sizes(to.view(-1), sizes),
+            torch.split_with_sizes(of.view(-1), sizes),
+            strict=True,
         )
-    else:
-        yield target, source
+    )
+
+
+def _together(start: int, end: int) -> bool:
+    """Return True if one lock has these bytes of a slot's data."""
+    return start // LOCKED == max(start, end - 1) // LOCKED
+
+
+def locks(address: int, length: int, ahead: int) -> Iterator[tuple[int, int]]:
+    """Yield address and length of the pieces in which the memory of a slot is locked.
+
+    ahead: the bytes before the slot's data. Drivers of NVIDIA since 580 refuse to lock
+    512 GiB in one call, and no driver copies across memory that was locked in two, so
+    `groups` knows where a piece ends.
+    """
+    start, end = 0, ahead + LOCKED
+    while start < length:
+        yield address + start, min(end, length) - start
+        start, end = end, end + LOCKED
 
 
 def lock_pages(address: int, length: int, device: torch.device) -> bool:
@@ -261,10 +347,12 @@ def lock_pages(address: int, length: int, device: torch.device) -> bool:
         return False
     with on(device):
         runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-        error = int(runtime.cudaHostRegister(address, length, _PORTABLE))
-        if error == _REGISTERED:
+        answer = runtime.cudaHostRegister(address, length, _PORTABLE)
+        if int(answer) == _REGISTERED:
             runtime.cudaHostUnregister(address)
-            error = int(runtime.cudaHostRegister(address, length, _PORTABLE))
+            answer = runtime.cudaHostRegister(address, length, _PORTABLE)
+        error = int(answer)
+        text = runtime.cudaGetErrorString(answer) if error else ""
     if error == _REGISTERED:
         raise InternalError(
             f"memory that has been unmapped is still page-locked at the address of a new slot of "
@@ -273,11 +361,33 @@ def lock_pages(address: int, length: int, device: torch.device) -> bool:
         )
     if error:
         log.warning(
-            "slots could not be page-locked (CUDA error %d, %.1f GB): copies are slower and hold "
-            "up training; is LimitMEMLOCK too small?",
-            error, length / 1e9,
+            "slots could not be page-locked (CUDA error %d, %s, %.1f GB): copies are slower and "
+            "hold up training%s",
+            error, text, length / 1e9, _cause(error),
         )  # fmt: skip
     return error == 0
+
+
+def _cause(error: int) -> str:
+    """Return what may have caused an error of `cudaHostRegister`, for the log, or "".
+
+    NVIDIA's driver checks no limit of locked memory (RLIMIT_MEMLOCK): its open kernel
+    module pins pages in `os_lock_user_pages`.
+    """
+    if error == _CAPTURING:
+        return "; a CUDA graph is being captured: capture it before or after `recover`"
+    if error != _NO_MEMORY:
+        return ""
+    limit = (
+        "; whether AMD's driver counts it against RLIMIT_MEMLOCK is not known: try `ulimit -l "
+        "unlimited`"
+        if torch.version.hip
+        else ""
+    )
+    return (
+        f"; is there less memory than all slots need, on this machine or within the memory limit "
+        f"of the container?{limit}"
+    )
 
 
 def unlock_pages(address: int, device: torch.device) -> None:
@@ -287,6 +397,9 @@ def unlock_pages(address: int, device: torch.device) -> None:
     the address next go to those pages.
     """
     with on(device):
-        error = int(torch.cuda.cudart().cudaHostUnregister(address))  # type: ignore[no-untyped-call]
+        runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        answer = runtime.cudaHostUnregister(address)
+        error = int(answer)
+        text = runtime.cudaGetErrorString(answer) if error else ""
     if error not in (0, _NOT_REGISTERED):
-        log.warning("slots could not be unlocked: CUDA error %d", error)
+        log.warning("slots could not be unlocked: CUDA error %d, %s", error, text)

@@ -16,6 +16,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import groupby
 from operator import attrgetter
@@ -24,10 +25,11 @@ import torch
 
 from ckptd.agent.copy.checked_copy import CheckedCopy, Targets
 from ckptd.agent.copy.fences import Transfer
-from ckptd.agent.copy.lanes import lock_pages, unlock_pages
+from ckptd.agent.copy.lanes import lock_pages, locks, unlock_pages
 from ckptd.agent.copy.mapping import MADV_POPULATE_WRITE, advise, map_segment
 from ckptd.agent.plan.layout import Layout
 from ckptd.agent.state.dtypes import copyable, dtype_of
+from ckptd.agent.threads.flag import Flag
 from ckptd.shared.errors import IntegrityError, QuotaExceeded
 from ckptd.shared.formats.plan import Item, align_region
 from ckptd.shared.formats.segment import (
@@ -107,7 +109,6 @@ class _Views:
     elsewhere: list[int]
 
 
-
 _NO_VIEWS = _Views(b"", Targets.of([]), [])
 
 
@@ -139,7 +140,9 @@ class MappedSlot:
         self._copying = CheckedCopy([], self.header.chunk_size)
         self._locking = threading.Lock()
         self._mapped = weakref.ref(mapped)
-        self._unlock: Callable[[], object] = _nothing
+        self._unlocks: list[Callable[[], object]] = []
+        self._locked = 0
+        self.ready = Flag()  # set once `populate` is over, whether it has locked or not
         self._forgotten = False
 
     def __repr__(self) -> str:
@@ -154,6 +157,11 @@ class MappedSlot:
         return self._data.fileno()
 
     @property
+    def unlocked(self) -> int:
+        """The bytes of the slot's memory that are not page-locked."""
+        return self.header.file_length - self._locked
+
+    @property
     def is_unlinked(self) -> bool:
         """True once the daemon has released the segment."""
         return os.fstat(self._fd).st_nlink == 0
@@ -161,38 +169,64 @@ class MappedSlot:
     @property
     def is_locked(self) -> bool:
         """True if the memory is page-locked, so that `forget` has to unlock it."""
-        return self._unlock is not _nothing
+        return bool(self._unlocks)
 
     def populate(self, device: torch.device | None = None) -> None:
         """Fault in all memory of the slot, so that the first copy is as fast as later
-        ones. Other threads run meanwhile.
+        ones. Other threads run meanwhile. `ready` is set by the caller after that.
 
         device: an accelerator. The memory is page-locked for copies from it, until it is
-        unmapped or the slot is forgotten. A failure is logged. The slot can still be
-        used, and copies into it are slower. Raises InternalError if the slot must not be
-        used.
+        unmapped or the slot is forgotten, and faulted in on several threads: copies are
+        slow, and hold up training, until it is locked. A failure is logged. The slot
+        can still be used, and copies into it stay slow. Raises InternalError if the
+        slot must not be used.
         """
         held = self._bytes  # keeps the memory mapped if another thread calls `forget` meanwhile
         if not held.numel():
             return
         start, length = held.data_ptr() - self.header.data_offset, self.header.file_length
-        for offset in range(0, length, _PIECE):
-            if error := advise(start + offset, min(_PIECE, length - offset), MADV_POPULATE_WRITE):
-                log.debug(
-                    "pages of a slot could not be faulted in before the first copy: %s",
-                    os.strerror(error),
-                )
-                break
-        with self._locking:
-            mapped = self._mapped()
-            if device is None or mapped is None or self._forgotten:
-                return
-            if lock_pages(start, length, device):
+        self._fault(start, length, 1 if device is None else fault_threads())
+        for piece, nbytes in locks(start, length, self.header.data_offset):
+            with self._locking:
+                mapped = self._mapped()
+                if device is None or mapped is None or self._forgotten:
+                    return
+                if not lock_pages(piece, nbytes, device):
+                    return
                 # Runs before the memory is unmapped: of the finalizers of an object,
                 # the newest is called first.
-                unlock = weakref.finalize(mapped, _unlock, os.getpid(), start, device)
+                unlock = weakref.finalize(mapped, _unlock, os.getpid(), piece, device)
                 unlock.atexit = False
-                self._unlock = unlock
+                self._unlocks.append(unlock)
+                self._locked += nbytes
+
+    @staticmethod
+    def _fault(start: int, length: int, count: int) -> None:
+        """Fault in the pages of a range of memory on `count` threads, this one included."""
+        offsets, errors = iter(range(0, length, _PIECE)), list[int]()
+
+        def work() -> None:
+            for offset in offsets:  # each thread takes the next one
+                if errors:
+                    return
+                piece = min(_PIECE, length - offset)
+                if error := advise(start + offset, piece, MADV_POPULATE_WRITE):
+                    errors.append(error)
+
+        others = [threading.Thread(target=work, daemon=True) for _ in range(count - 1)]
+        started = []
+        for other in others:
+            with suppress(RuntimeError):  # the interpreter ends
+                other.start()
+                started.append(other)
+        work()
+        for other in started:
+            other.join()
+        if errors:
+            log.debug(
+                "pages of a slot could not be faulted in before the first copy: %s",
+                os.strerror(errors[0]),
+            )
 
     def cut(self, layout: Layout) -> None:
         """Make the views that copies by this layout write to, so that the first of them
@@ -397,8 +431,8 @@ class MappedSlot:
         """
         with self._locking:
             self._forgotten = True
-            self._unlock()
-            self._unlock = _nothing
+            while self._unlocks:
+                self._unlocks.pop()()
         self._views = _NO_VIEWS
         self._bytes = torch.empty(0, dtype=torch.uint8, device="cpu")
         self.close_descriptors()
@@ -423,8 +457,11 @@ class MappedSlot:
 _left: list[torch.Tensor] = []
 
 
-def _nothing() -> None:
-    """Do nothing, for memory that is not page-locked."""
+def fault_threads() -> int:
+    """Return the number of threads that fault in a slot for an accelerator: a quarter of
+    the CPUs that this process may use, at most 4. Other ranks fault in theirs meanwhile.
+    """
+    return max(1, min(4, len(os.sched_getaffinity(0)) // 4))
 
 
 def _unlock(owner: int, address: int, device: torch.device) -> None:

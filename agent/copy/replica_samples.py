@@ -308,6 +308,11 @@ class ReplicaSamples:
         digests = sum(DIGEST * -(-len(group.ends) // self._each) for group in self._groups)
         self.room = 64 + digests + sum(GROUP + len(group.keys) + 32 for group in self._groups)
 
+    @property
+    def devices(self) -> list[torch.device]:
+        """The accelerators that tensors are sampled on."""
+        return [device for device in self._pieces if device.type != "cpu"]
+
     def _divide(
         self, parts: Sequence[torch.Tensor], seeds: _Words
     ) -> dict[torch.device, list[_Pieces]]:

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 import torch
 
 from ckptd.agent.copy.fences import Fences, Transfer
+from ckptd.agent.copy.lanes import Lane, StreamLane, capturing
 from ckptd.agent.threads.flag import Flag, Waiters
 
 log = logging.getLogger("ckptd.agent")
@@ -50,9 +51,33 @@ class Sealer:
 
     def __init__(self) -> None:
         self._fences: Fences | None = None
+        self._prepared: dict[torch.device, Lane] = {}
         self._seals: list[_Seal] = []  # the first of them is under way
         self._changed = Waiters()
         self._started, self._over, self._stopped = threading.Lock(), Flag(), False
+
+    def prepare(self, device: torch.device) -> None:
+        """Make the lane of a device, with its memory on the device.
+
+        Later, the device may be full. Does nothing for a device that is not of CUDA or
+        ROCm, or while a graph is captured.
+        """
+        if (
+            device.type == "cuda"
+            and self._fences is None
+            and device not in self._prepared
+            and not capturing()
+        ):
+            lane = StreamLane(device)
+            lane.prepare()
+            self._prepared[device] = lane
+
+    def _made(self) -> Fences:
+        if self._fences is None:
+            fences = Fences()
+            fences.adopt(self._prepared)
+            self._fences = fences
+        return self._fences
 
     def carry(
         self,
@@ -65,19 +90,14 @@ class Sealer:
 
         `Fences.start` has the whole contract.
         """
-        return self._fenced().start(targets, sources, modules, captured)
+        return self._made().start(targets, sources, modules, captured)
 
     def beside(self, device: torch.device, work: Callable[[], None]) -> Transfer:
         """Run work in the lane of a device, and return its transfer.
 
         Later writes of the training wait for the work.
         """
-        return self._fenced().beside(device, work)
-
-    def _fenced(self) -> Fences:
-        if self._fences is None:
-            self._fences = Fences()
-        return self._fences
+        return self._made().beside(device, work)
 
     def later(
         self,

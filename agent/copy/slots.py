@@ -307,6 +307,8 @@ class Preparation:
             try:
                 self._prepare()
             finally:
+                for slot in self._made:
+                    slot.ready.set()
                 self.allocated.set()
                 self._over.set()
 
@@ -331,14 +333,17 @@ class Preparation:
         self.allocated.set()
         for slot in made:
             try:
+                # All of one slot, so that the first can be used before the next is begun.
                 slot.populate(self._device)
             except CkptdError as error:
                 log.error("a slot cannot be used: %s", error)
                 self._slots.pop(slot.name, None)
                 slot.close_descriptors()  # so that a snapshot that is using it fails
-                continue
-            if self._layout is not None:
-                slot.cut(self._layout)
+            else:
+                if self._layout is not None:
+                    slot.cut(self._layout)
+            finally:
+                slot.ready.set()
 
     def _allocate(self) -> list[MappedSlot]:
         reply, self._descriptors = self._client.call(

@@ -63,6 +63,7 @@ class Handover:
         self._beside: Transfer | None = None
         self.copying = False  # True once copies into the slot may have begun
         self._held = False
+        self._ready_by: float | None = None
 
     def __repr__(self) -> str:
         return f"<Handover step {self.pending.step} {self.pending.state} in {self._slot!r}>"
@@ -123,17 +124,23 @@ class Handover:
             self._skip(why)
         if self.slot_request.segment not in slots:
             self.slot_request.ask(deadline)
+        self._ready_by = None if device is None else deadline
 
     def acquire(self) -> MappedSlot:
         """Wait for the slot, and return it.
 
         If none is free by the deadline of the request, skip the step and raise
-        SnapshotFailed.
+        SnapshotFailed. A slot for copies from an accelerator is waited for until it is
+        page-locked, or until the deadline of `reserve`: a copy into memory that is not
+        holds the training too, and takes several times as long.
         """
         if not self.slot_request.answer():
             self._skip(self.slot_request.why)
         self._slot = slot = self._all.slots.get(self.slot_request.take())
         self._all.granted(self.pending, slot)
+        if self._ready_by is not None:
+            slot.ready.wait(max(0.0, self._ready_by - time.monotonic()))
+            self.pending.unlocked = slot.unlocked
         return slot
 
     def _skip(self, why: str) -> None:
@@ -299,9 +306,7 @@ class Handovers:
             self.give_back(handover, slot, handover.pending.error)
         self._close(handover)
 
-    def give_back(
-        self, handover: Handover, slot: MappedSlot, error: BaseException | None
-    ) -> None:
+    def give_back(self, handover: Handover, slot: MappedSlot, error: BaseException | None) -> None:
         """Give a slot back, once no copy into the slot can still be under way.
 
         The slot is kept if the device does not tell. Another snapshot would be sealed

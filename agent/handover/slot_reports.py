@@ -59,6 +59,8 @@ class Seals:
                 step=pending.step,
                 held=held,
                 cost=pending.cost_before,
+                uncompared=pending.uncompared,
+                unlocked=pending.unlocked,
             ),
             lambda reply: self._answered(pending, reply),
         )

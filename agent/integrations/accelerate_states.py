@@ -21,7 +21,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ckptd.shared.errors import InvalidRequest, NotFound
+from ckptd.shared.errors import (
+    CkptdError,
+    IntegrityError,
+    InvalidRequest,
+    NotFound,
+    storage_errors,
+)
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -30,6 +36,8 @@ log = logging.getLogger("ckptd.agent")
 
 REFERENCE = "ckptd.json"
 """The name of the file with the job, the attempt and the step of a snapshot."""
+_BEGUN = f".{REFERENCE}"
+"""The name of this file before the snapshot is taken. It then has no reference."""
 
 
 class StateCalls:
@@ -71,9 +79,13 @@ class StateCalls:
         name that has other files.
         """
         accelerator, project = self._accelerator, self._accelerator.project_configuration
+        each = project.save_on_each_node
+        writes = accelerator.is_local_main_process if each else accelerator.is_main_process
         directory = self._new_directory(output_dir)
         if directory is not None:
             directory.mkdir(parents=True, exist_ok=True)
+            if writes:
+                (directory / _BEGUN).touch()
         self._call_save_hooks(directory)
         # The snapshot has the number of the next directory.
         project.iteration += 1
@@ -82,13 +94,15 @@ class StateCalls:
         except BaseException:
             project.iteration -= 1
             raise
-        each = project.save_on_each_node
-        writes = accelerator.is_local_main_process if each else accelerator.is_main_process
         if directory is not None and writes:
             reference = {"job": self._run.agent.job, "attempt": attempt, "step": step}
-            written = directory / f".{REFERENCE}"
-            written.write_text(json.dumps(reference) + "\n")
+            written = directory / _BEGUN
+            with written.open("w") as file:
+                file.write(json.dumps(reference) + "\n")
+                file.flush()
+                os.fsync(file.fileno())
             written.replace(directory / REFERENCE)
+            self._delete_old(directory)
         accelerator.wait_for_everyone()
         return directory
 
@@ -109,7 +123,8 @@ class StateCalls:
 
         Raises InvalidRequest for these, if a directory refers to a snapshot of another
         job, or to one in whose place there is another; NotFound if there is no
-        directory or no snapshot; and the errors of `TrainingRun.load`.
+        directory or no snapshot; IntegrityError if a reference is damaged, StorageError
+        if it cannot be read; and the errors of `TrainingRun.load`.
         """
         directory, reference = self._shared(input_dir)
         if directory is not None and reference is None:
@@ -139,26 +154,29 @@ class StateCalls:
             )
 
     def _new_directory(self, output_dir: str | os.PathLike[str] | None) -> Path | None:
-        """Return the directory for a reference. With automatic names, delete old ones, as
-        accelerate does.
-        """
+        """Return the directory for a reference."""
         accelerator, project = self._accelerator, self._accelerator.project_configuration
         if not project.automatic_checkpoint_naming:
             return None if output_dir is None else Path(output_dir).expanduser()
         parent = Path(accelerator.project_dir) / "checkpoints"
         directory = parent / f"checkpoint_{accelerator.save_iteration}"
-        if directory.exists() and not (directory / REFERENCE).exists():
+        if directory.exists() and not (directory / REFERENCE).exists() and not _is_begun(directory):
             raise InvalidRequest(
                 f"{directory} exists already, and ckptd has not made it: set "
                 "accelerator.project_configuration.iteration to the first free number"
             )
-        if project.total_limit is not None and accelerator.is_main_process:
-            others = [one for one in _numbered(parent) if one != directory]
-            for old in others[: max(0, len(others) + 1 - project.total_limit)]:
-                log.info("%s is deleted, because total_limit is %d", old, project.total_limit)
-                shutil.rmtree(old)
-        accelerator.wait_for_everyone()
+        accelerator.wait_for_everyone()  # before another rank makes it
         return directory
+
+    def _delete_old(self, newest: Path) -> None:
+        """With automatic names, delete directories that are older than the newest ones."""
+        accelerator, project = self._accelerator, self._accelerator.project_configuration
+        limit = project.total_limit if project.automatic_checkpoint_naming else None
+        if limit is not None and accelerator.is_main_process:
+            others = [one for one in _numbered(newest.parent) if one != newest]
+            for old in others[: max(0, len(others) + 1 - limit)]:
+                log.info("%s is deleted, because total_limit is %d", old, limit)
+                shutil.rmtree(old)
 
     def _shared(
         self, input_dir: str | os.PathLike[str] | None
@@ -172,7 +190,7 @@ class StateCalls:
         if self._accelerator.is_main_process:
             try:
                 found[:2] = self._find(input_dir)
-            except NotFound as error:
+            except CkptdError as error:  # which the other processes would wait for
                 found[2] = error
         broadcast_object_list(found)
         if found[2] is not None:
@@ -187,16 +205,20 @@ class StateCalls:
             directory = Path(input_dir).expanduser()
             if not directory.is_dir():
                 raise NotFound(f"{directory} is no directory: give one of save_state()")
+            if _is_begun(directory):
+                raise NotFound(
+                    f"{directory} refers to no snapshot, because its save_state() did not end: "
+                    f"give another directory"
+                )
         elif accelerator.project_configuration.automatic_checkpoint_naming:
             parent = Path(accelerator.project_dir) / "checkpoints"
-            found = _numbered(parent)
+            found = [one for one in _numbered(parent) if not _is_begun(one)]
             if not found:
                 raise NotFound(f"{parent} has no directory of save_state()")
             directory = found[-1]
         else:
             return None, None
-        file = directory / REFERENCE
-        return directory, json.loads(file.read_text()) if file.exists() else None
+        return directory, _read(directory / REFERENCE)
 
     def _call_save_hooks(self, directory: Path | None) -> None:
         """Call the hooks of `register_save_state_pre_hook`.
@@ -282,6 +304,32 @@ def _seeded(loader: Any) -> Any:
     """Return the sampler of a loader if it has a seed and an epoch."""
     sampler = loader.get_sampler() if hasattr(loader, "get_sampler") else None
     return sampler if type(getattr(sampler, "initial_seed", None)) is int else None
+
+
+def _read(file: Path) -> dict[str, Any] | None:
+    """Return the reference in a file, or None if there is no such file.
+
+    Raises IntegrityError for a file that `save_state` has not written, and StorageError
+    if the file cannot be read.
+    """
+    with storage_errors(f"read {file}"):
+        try:
+            found = json.loads(file.read_bytes())
+            return {"job": str(found["job"]), **{n: int(found[n]) for n in ("attempt", "step")}}
+        except FileNotFoundError:
+            return None
+        except (ValueError, TypeError, LookupError):
+            raise IntegrityError(
+                f"{file} is damaged: delete its directory, or give another one to load_state()"
+            ) from None
+
+
+def _is_begun(directory: Path) -> bool:
+    """Return True for a directory that `save_state` has made, and did not finish because
+    the process was killed.
+    """
+    files = {one.name for one in directory.iterdir()}
+    return REFERENCE not in files and (not files or _BEGUN in files)
 
 
 def _numbered(parent: Path) -> list[Path]:

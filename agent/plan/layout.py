@@ -67,9 +67,9 @@ class Layout:
     signature: bytes
 
 
-# Bytes that are digested at once; as 64-bit integers they take eight times as much
-# memory on the device.
-_DIGESTED = 1 << 22
+# Bytes that are digested at once. As 64-bit integers, they and their places take 16 times
+# as much memory on the device, which may be full.
+_DIGESTED = 1 << 19
 
 
 @dataclass(slots=True)
@@ -349,10 +349,15 @@ def weigh(tensor: torch.Tensor) -> torch.Tensor:
     """
     flat = _flat(tensor)
     total = torch.zeros((), dtype=torch.int64, device=flat.device)
-    for at in range(0, flat.numel(), _DIGESTED):
-        words = flat[at : at + _DIGESTED].to(torch.int64)
-        places = torch.arange(at, at + len(words), dtype=torch.int64, device=flat.device) * 2 + 1
-        total += ((words + 1) * places * places).sum()
+    most = min(_DIGESTED, flat.numel())
+    places = torch.arange(1, 2 * most + 1, 2, dtype=torch.int64, device=flat.device)
+    words = torch.empty_like(places)
+    for at in range(0, flat.numel(), most or 1):
+        piece = flat[at : at + most]
+        here, weights = words[: len(piece)], places[: len(piece)]
+        here.copy_(piece)
+        total += here.add_(1).mul_(weights).mul_(weights).sum()
+        places += 2 * most
     return total
 
 

@@ -27,9 +27,10 @@ from ckptd.agent.plan.save_plan import loads_as_weights, may_unpickle
 from ckptd.agent.plan.structure import PLAIN, local_part
 from ckptd.agent.read.saved import Reads, Saved, Shard
 from ckptd.agent.read.sources import Opened
+from ckptd.agent.read.upload import Upload
 from ckptd.agent.state.dtypes import copyable, dtype_of
 from ckptd.shared.errors import IntegrityError, NotFound, StructureMismatch, UnsavableValue
-from ckptd.shared.formats.plan import Alias, Item
+from ckptd.shared.formats.plan import Alias, Item, c_order
 from ckptd.shared.formats.sharding import Box
 from ckptd.shared.system.collector import paused_collector
 
@@ -40,7 +41,11 @@ _BATCH = 512 << 20
 
 @paused_collector()
 def load(
-    saved: Saved, destinations: Mapping[str, torch.Tensor], *, threads: int | None = None
+    saved: Saved,
+    destinations: Mapping[str, torch.Tensor],
+    *,
+    threads: int | None = None,
+    upload: Upload | None = None,
 ) -> int:
     """Fill the tensors in `destinations`, by name, in place.
 
@@ -48,10 +53,12 @@ def load(
 
     A destination may be on any device, and have any dtype that torch converts to. A
     shard that was saved as this rank has it is read by itself. DCP plans the reads of
-    all others. Raises StructureMismatch if a shape differs, NotFound for an unknown
-    name, IntegrityError, OSError.
+    all others. With `upload`, shards go to an accelerator through its buffers, unless
+    they are converted. Raises StructureMismatch if a shape differs, NotFound for an
+    unknown name, IntegrityError, OSError.
     """
     direct = Reads()
+    sent: list[tuple[torch.Tensor, Shard]] = []
     converted: list[tuple[torch.Tensor, Shard]] = []
     planned: dict[str, torch.Tensor] = {}
     for name, tensor, box in _own_boxes(destinations):
@@ -69,16 +76,21 @@ def load(
             )
         if shard is None:
             planned[name] = tensor
-        elif not _has_bytes_of(local, shard.item, dtype_of(shard.item.dtype)):
+        elif not _lies_as(local, shard.item, dtype_of(shard.item.dtype)):
             converted.append((local, shard))
-        else:
+        elif upload is not None and upload.goes_to(local.device) and not local.is_inference():
+            sent.append((local, shard))
+        elif local.is_cpu:
             direct.add(shard, memory(local, shard.item.length))
+        else:
+            converted.append((local, shard))
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     planner.set_up_planner(planned, saved.metadata(planned), is_coordinator=True)
     # Before the first write: it may be refused.
     plan = planner.finish_plan(planner.create_global_plan([planner.create_local_plan()])[0])
     return (
         direct.run(threads)
+        + (0 if upload is None else upload.fill(sent, threads))
         + _convert(converted, threads)
         + execute(saved, plan.items, planner, threads=threads)
     )
@@ -205,11 +217,17 @@ def _copy_converted(
 
 def _has_bytes_of(tensor: torch.Tensor, item: Item, dtype: torch.dtype) -> bool:
     """Return True if the stored bytes of an item of this dtype are those of the tensor
-    in memory, so that none are converted.
+    in the memory of the host, so that none are converted.
+    """
+    return tensor.is_cpu and _lies_as(tensor, item, dtype)
+
+
+def _lies_as(tensor: torch.Tensor, item: Item, dtype: torch.dtype) -> bool:
+    """Return True if the tensor lies in memory, on any device, as the bytes of a stored
+    item of this dtype do.
     """
     plain = (
         type(tensor) in PLAIN
-        and tensor.is_cpu
         and not tensor.is_conj()
         and not tensor.is_neg()
         and tensor.dtype == dtype
@@ -405,6 +423,32 @@ def materialize(
             made[name].is_floating_point() or made[name].is_complex()
         ):
             made[name].requires_grad_()
+    return made
+
+
+def empty_on(
+    saved: Saved, devices: Mapping[str, torch.device], upload: Upload
+) -> dict[str, torch.Tensor]:
+    """Return new tensors for `load`, by name, on those of the devices that `upload` fills.
+
+    Their values are not set. Leaves out tensors that `materialize` must make: those that
+    share a storage or require gradients. Raises NotFound.
+    """
+    described = {name: saved.describe(name) for name in devices}
+    bases = {alias.base for alias in described.values() if isinstance(alias, Alias)}
+    made: dict[str, torch.Tensor] = {}
+    for name, item in described.items():
+        device = devices[name]
+        if (
+            isinstance(item, Alias)
+            or item.requires_grad
+            or name in bases
+            or not upload.goes_to(device)
+        ):
+            continue
+        whole = saved.shard_of_whole(name)
+        stride = c_order(item.size) if whole is None else whole.stride
+        made[name] = torch.empty_strided(item.size, stride, dtype=saved.dtype(name), device=device)
     return made
 
 

@@ -43,7 +43,8 @@ class Shard(msgspec.Struct, frozen=True, gc=False):
 
 
 class Reads:
-    """Shards that are read together, each into memory of its length.
+    """Shards, or ranges of shards, that are read together, each into memory of its
+    length.
 
     Call `add` for each, then `run`.
     """
@@ -51,11 +52,11 @@ class Reads:
     def __init__(self) -> None:
         self._targets: dict[int, tuple[ChunkSource, list[ReadTarget]]] = {}
 
-    def add(self, shard: Shard, view: memoryview) -> None:
-        """Have the bytes of a shard read into `view`."""
+    def add(self, shard: Shard, view: memoryview, begin: int = 0) -> None:
+        """Have the bytes of a shard, from `begin` on, read into `view`."""
         if view:
             self._targets.setdefault(id(shard.source), (shard.source, []))[1].append(
-                (shard.item.offset, view)
+                (shard.item.offset + begin, view)
             )
 
     def run(self, threads: int | None = None) -> int:

@@ -15,9 +15,11 @@ from ckptd.agent.dcp.planner_rounds import PlannedLoad
 from ckptd.agent.link.client import Client
 from ckptd.agent.link.rounds import Exchange, RankGroup
 from ckptd.agent.peers.chunk_exchange import ChunkExchange
-from ckptd.agent.read.loader import check_partition, load, materialize, needed_shards
+from ckptd.agent.read.loader import check_partition, empty_on, load, materialize, needed_shards
+from ckptd.agent.read.saved import Saved
 from ckptd.agent.read.slot_source import SlotSource
 from ckptd.agent.read.sources import Opened, newer, open_checkpoint, open_memory, open_slots
+from ckptd.agent.read.upload import Upload
 from ckptd.agent.recover.binding import Binding
 from ckptd.agent.recover.options import Options
 from ckptd.agent.state.capture import set_rng_state
@@ -129,8 +131,8 @@ class Loading:
     def _damage(self, error: Exception) -> str:
         """Return a description of the damage to the checkpoint.
 
-        Raises StorageError if the machine could not read it, and NewerFormat if a newer
-        ckptd wrote it: going back to an older checkpoint would lose one that may be
+        Raises StorageError if the machine or this user could not read it, and NewerFormat
+        if a newer ckptd wrote it: going back to an older checkpoint would lose one that may be
         sound.
         """
         where = f"{self._job}/{self._candidate.tag}"
@@ -138,7 +140,7 @@ class Loading:
             raise newer(error, where, "step=") from None
         if isinstance(error, OSError):
             failure = StorageError.of(f"read {where}", error)
-            if failure.is_no_damage:
+            if failure.is_no_damage or failure.is_denied:
                 raise failure from None
         return str(error)
 
@@ -267,12 +269,11 @@ class Loading:
         try:
             if self._exchange is not None:
                 self._exchange.begin(bound)
-            self._fresh = materialize(
-                saved, [name for name in binding.fresh if name not in binding.in_place]
-            )
-            failpoint("agent.recover.loading")
-            self._writing = True
-            load(saved, binding.in_place)
+            with Upload(sum(source.plan.data_length for source in self.opened.sources)) as upload:
+                self._make(binding, saved, upload)
+                failpoint("agent.recover.loading")
+                self._writing = True
+                load(saved, binding.in_place, upload=upload)
         except (IntegrityError, OSError) as error:
             self._overwritten.update(binding.in_place if self._writing else ())
             return {"damaged": self._damage(error), "writing": self._writing}
@@ -280,6 +281,22 @@ class Loading:
             if self._exchange is not None:
                 self._exchange.end_reading()
         return {"damaged": "", "writing": True}
+
+    def _make(self, binding: Binding, saved: Saved, upload: Upload) -> None:
+        """Make and fill the tensors that the state does not have, where they belong: on
+        the host, and then on the device, an optimizer would need its memory twice.
+        """
+        fresh = {
+            name: device for name, device in binding.fresh.items() if name not in binding.in_place
+        }
+        unconverted = {
+            name: device for name, device in fresh.items() if name not in binding.fresh_dtypes
+        }
+        made = empty_on(saved, unconverted, upload)
+        self._fresh = materialize(saved, [name for name in fresh if name not in made])
+        if made:
+            load(saved, made, upload=upload)
+            self._fresh |= made
 
     def finish(self) -> dict[str, Any]:
         """Write everything that `load` has not: plain values, states that objects load

@@ -18,6 +18,7 @@ from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import lru_cache, partial
 from itertools import chain, islice
+from operator import attrgetter
 from typing import Any
 
 import msgspec
@@ -102,6 +103,7 @@ KnownDicts = dict[str, tuple[list[list[Any]], list[str], msgspec.Raw]]
 and the encoded dict.
 """
 _MOST_KNOWN = 1 << 17
+_layout, _STRIDED = attrgetter("layout"), {torch.strided}
 _OBJECTS_OF_ONE = 8
 """A bound for the maps, lists, texts and extensions of one value in the document.
 
@@ -338,6 +340,8 @@ class Packer:
         tensors = list(chain.from_iterable(map(dict.values, dicts[1:] or dicts)))
         known = self._known.get(path)
         if not TENSORS.issuperset(map(type, tensors)):
+            return None
+        if not _STRIDED.issuperset(map(_layout, tensors)):  # also where one was strided before
             return None
         if known is None or known[0] != keys:
             names = self._names(dicts, path)

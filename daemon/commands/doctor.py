@@ -40,6 +40,7 @@ VOLATILE = {
     0x794C7630: "an overlay, which usually ends with its container",
 }
 SHARED = {0x6969: "NFS", 0x0BD00BD0: "Lustre"}
+TRIED_ON = "one NVIDIA H200 (driver 580.159.04, torch 2.11, 2026-11-28)"
 LEAST_FREE = 1 << 30  # bytes; a root with less free space gets a warning
 LEAST_INODES = 10_000
 _FIRST_USER = 1000  # systemd's SYSTEM_UID_MAX is 999
@@ -55,6 +56,7 @@ def check_all(config: Config, *, with_root: bool = True) -> Iterator[Check]:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     yield check_files(plan, soft, hard, config.max_connections)
     yield check_locked_memory(resource.getrlimit(resource.RLIMIT_MEMLOCK)[0])
+    yield accelerators()
     yield check_shared_memory(
         config.shm_dir, config.slots, config.shm_quota, config.segments - config.slots,
         memory_limit.tightest(),
@@ -105,20 +107,42 @@ def check_files(plan: limits.DescriptorPlan, soft: int, hard: int, most: int) ->
     )
 
 
-def check_locked_memory(limit: int) -> Check:
-    """Check the limit of locked memory.
+def check_locked_memory(limit: int, amd: Path = Path("/dev/kfd")) -> Check:
+    """Check the limit of locked memory, where it may matter.
 
-    It matters to trainers with GPUs, which lock their slots, but not to the daemon.
+    It is that of trainers with GPUs, which lock their slots: the daemon locks nothing.
+    NVIDIA's driver does not check it. `amd` exists if AMD's driver is loaded.
     """
     values = {"limit": None if limit == resource.RLIM_INFINITY else limit}
     if limit == resource.RLIM_INFINITY:
         return Check("locked memory", OK, "no limit (RLIMIT_MEMLOCK)", values)
+    if amd.exists():
+        return Check(
+            "locked memory", WARNING,
+            f"at most {size_text(limit)} (RLIMIT_MEMLOCK): whether AMD's driver counts the slots "
+            f"that a trainer locks against it is not known; start the trainer with "
+            f"LimitMEMLOCK=infinity or `ulimit -l unlimited` if it warns that slots could not be "
+            f"page-locked", values,
+        )  # fmt: skip
     return Check(
-        "locked memory", WARNING,
-        f"at most {size_text(limit)} (RLIMIT_MEMLOCK): a trainer with GPUs locks its slots; start "
-        f"it with LimitMEMLOCK=infinity or "
-        "`ulimit -l unlimited` if it warns that slots could not be page-locked", values,
-    )  # fmt: skip
+        "locked memory",
+        OK,
+        f"at most {size_text(limit)} (RLIMIT_MEMLOCK), which NVIDIA's driver does not count the "
+        f"slots of a trainer against",
+        values,
+    )
+
+
+def accelerators() -> Check:
+    """Tell on which accelerators ckptd itself has been run."""
+    return Check(
+        "accelerators",
+        OK,
+        f"copies from accelerators were tried on {TRIED_ON}, changes since then on a CPU only, "
+        f"and nothing on several GPUs, other kinds, or ROCm; `make gpu` in a clone of ckptd tries "
+        f"yours",
+        {"tried_on": TRIED_ON},
+    )
 
 
 def check_shared_memory(

@@ -116,7 +116,8 @@ def planned(path: Location, policies: Sequence[Policy]) -> Deletion:
     DIR/JOB that `policies` do not keep.
 
     Nothing is deleted yet. Raises InvalidRequest, NotFound, StorageError; InvalidConfig
-    if a policy cannot choose, because no checkpoint has its metric.
+    if a policy cannot choose, because no checkpoint has its metric; IntegrityError if a
+    checkpoint that the policies keep lacks a file, so that the others are needed.
     """
     repository, job, tag = place_in_root(path)
     if (tag is None) == (not policies):
@@ -146,7 +147,28 @@ def planned(path: Location, policies: Sequence[Policy]) -> Deletion:
     intact = frozenset(
         name for name, manifest in found.items() if isinstance(manifest, (Manifest, NewerFormat))
     )
+    if tag is None and rows:
+        deleted = {row["tag"] for row in rows}
+        _check_kept(repository, job, [one for name, one in found.items() if name not in deleted])
     return Deletion(located(repository.where()), job, intact, rows)
+
+
+def _check_kept(
+    repository: Repository, job: str, kept: Sequence[Manifest | IntegrityError]
+) -> None:
+    """Raise IntegrityError if a file of one of these checkpoints is missing."""
+    for manifest in kept:
+        if not isinstance(manifest, Manifest):
+            continue
+        with storage_errors(f"list {job}/{manifest.tag}"):
+            lacking = sorted(set(manifest.files) - set(repository.files(job, manifest.tag)))
+            deleted = lacking and not repository.has_manifest(job, manifest.tag)
+        if lacking and not deleted:
+            raise IntegrityError(
+                f"nothing was deleted, because {job}/{manifest.tag}, which would be kept, lacks "
+                f"its file {lacking[0]}: look at the disk, delete this checkpoint with `ckptd "
+                f"forget {repository.where(job)}/{manifest.tag}`, and try again"
+            )
 
 
 def place_in_root(path: Location) -> tuple[Repository, str, str | None]:

@@ -135,6 +135,12 @@ def _of_job(
             f"job {name}: the last save{step} failed {span_text(error['age_seconds'])} ago: "
             f"{error['reason']}",
         )
+    for why in job.get("denied", {}).values():
+        yield Problem(
+            "denied",
+            name,
+            f"job {name}: {why}. recover() goes back to no older checkpoint meanwhile",
+        )
     for tag, why in job["damaged"].items():
         yield Problem(
             "damaged",

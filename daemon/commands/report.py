@@ -138,6 +138,12 @@ def status_text(status: dict[str, Any], columns: int | None = None) -> str:
         if job["announced"]:
             lines.append(f"  RETENTION      {job['job']}: {job['announced']}")
         lines += _replica_lines(job)
+        if unlocked := job.get("unlocked_bytes"):
+            lines.append(
+                f"  NOT LOCKED     {job['job']}: {size_text(unlocked)} of its slots were not "
+                f"page-locked for the last snapshot, so that copies from accelerators held the "
+                f"training; the trainer's log says why, unless they were still being made"
+            )
         if late := job.get("overdue"):
             lines.append(f"  OVERDUE        {job['job']}: {late['message']}")
         if cost := job.get("training_cost"):
@@ -153,6 +159,10 @@ def status_text(status: dict[str, Any], columns: int | None = None) -> str:
             )
         lines += [
             f"  NEWER          {job['job']}/{tag}: {why}" for tag, why in job["newer"].items()
+        ]
+        lines += [
+            f"  DENIED         {job['job']}/{tag}: {why}"
+            for tag, why in job.get("denied", {}).items()
         ]
         if values := job.get("non_finite"):
             lines.append(

@@ -174,10 +174,10 @@ if TYPE_CHECKING:
 def run(file: Path | None, ready_fd: int, **flags: Any) -> None:
     """Run the daemon of this node, in the foreground.
 
-    The daemon ends on SIGTERM or Ctrl-C, after it has saved the newest snapshot that is
-    not on storage yet. The exit code is 15 if a snapshot could not be saved: the last
-    line of the log then names the snapshots that are in memory only. Every setting can
-    also be given in the config file (`keep_last = 5`) or in the environment
+    The daemon ends on SIGTERM, SIGHUP or Ctrl-C, after it has saved the newest snapshot
+    that is not on storage yet. The exit code is 15 if a snapshot could not be saved: the
+    last line of the log then names the snapshots that are in memory only. Every setting
+    can also be given in the config file (`keep_last = 5`) or in the environment
     (`CKPTD_KEEP_LAST=5`). Flags override the environment, which overrides the file.
     """
     from ckptd.daemon import config as settings

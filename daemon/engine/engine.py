@@ -365,6 +365,9 @@ class Engine:
         number: int,
         training_held: float = 0.0,
         cost: m.TrainingCost | None = None,
+        unlocked: int = 0,
+        *,
+        uncompared: bool = False,
     ) -> bool:
         """Record a seal. Return True if the snapshot is durable already. Idempotent.
 
@@ -372,6 +375,7 @@ class Engine:
         step cannot be saved.
         """
         failpoint("seal.received")
+        owner.unlocked = unlocked
         job = self.catalog.job(owner.job)
         if job.is_durable(attempt, number):
             return True
@@ -392,7 +396,9 @@ class Engine:
         seal = snapshot.seals[owner.rank]
         if training_held and not seal.training_held:  # a rank may report its seal again
             self._saver.stalls.add(training_held)
+        self._saver.counters["uncompared"] += uncompared and not seal.uncompared
         seal.training_held, seal.cost = training_held, cost
+        seal.uncompared = uncompared
         if snapshot.state is SnapshotState.FAILED:
             self._steps.tell(snapshot)
         return job.is_durable(attempt, number)

@@ -17,7 +17,7 @@ from ckptd.daemon.job.ranks import Ranks
 from ckptd.daemon.job.snapshot import Key, Snapshot
 from ckptd.daemon.job.stored_checkpoint import StoredCheckpoint
 from ckptd.shared import names
-from ckptd.shared.errors import from_wire
+from ckptd.shared.errors import CkptdError, NewerFormat, StorageError, from_wire
 from ckptd.shared.formats.membership import Membership
 from ckptd.shared.formats.receipt import Abandonment
 from ckptd.shared.formats.reuse import MOST_IN_CHAIN, StoredPart
@@ -237,7 +237,8 @@ class Job:
 
     `uncommitted`: tags without a manifest at the last scan. `damaged`: tags whose
     manifest could not be read, with the reason. `newer`: tags whose manifest a newer
-    ckptd has written, with the error. `guards`: tags that have a feature for deleters
+    ckptd has written, with the error. `denied`: tags whose manifest this user has no
+    permission to read, with the error. `guards`: tags that have a feature for deleters
     that this version does not know, with that feature. `retiring`: tags that are being
     deleted. `seq`: the highest `seq` of a checkpoint. `policies`: the policies of the
     last retention. None before this daemon's first commit in the job, and while one of
@@ -273,6 +274,7 @@ class Job:
     uncommitted: set[str] = field(default_factory=set)
     damaged: dict[str, str] = field(default_factory=dict)
     newer: dict[str, str] = field(default_factory=dict)
+    denied: dict[str, str] = field(default_factory=dict)
     guards: dict[str, str] = field(default_factory=dict)
     retiring: set[str] = field(default_factory=set)
     policies: tuple[Policy, ...] | None = None
@@ -401,27 +403,28 @@ class Job:
             default=None,
         )
 
-    def unreadable_beyond(self, best: Key, step: int | None) -> str:
-        """Return the reason why `best` may not be recovered, or "".
+    def unreadable_beyond(self, best: Key, step: int | None) -> CkptdError | None:
+        """Return the error of a recovery of `best`, or None if it may be recovered.
 
-        The reason is a later checkpoint that a newer ckptd has written.
+        The reason is a later checkpoint that a newer ckptd has written, or that this
+        user has no permission to read.
 
         best: (attempt, step) of the best candidate, with step -1 if it has none, or (0,
         -1) if there is no candidate. step: the step that the caller wants, or None for
         the newest. A user's own tag does not tell its step, so its checkpoint counts as
         the latest of its attempt.
         """
-        for tag, why in sorted(self.newer.items(), reverse=True):
+        for tag, why in sorted((self.newer | self.denied).items(), reverse=True):
             parsed = names.parse_tag_directory(tag)
             assert parsed is not None
             its = (parsed.attempt, math.inf if parsed.step is None else parsed.step)
             if (step is None or parsed.step in (None, step)) and its > best:
-                return (
+                return (StorageError if tag in self.denied else NewerFormat)(
                     f"checkpoint {self.name}/{tag} is newer than every checkpoint that this ckptd "
                     f"can read: {why}; "
                     "or recover an older one with step="
                 )
-        return ""
+        return None
 
     def abandoned_beyond(self, best: Key) -> list[Abandonment]:
         """Return an abandoned try of each later step than `best`: the first one, if a

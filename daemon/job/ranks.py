@@ -46,7 +46,8 @@ class Owner:
     `notify` is None while its connection is lost.
 
     `shown`: what this node holds, as it was last sent to the rank for the board.
-    `uploads`: the uploads that it was last told of.
+    `uploads`: the uploads that it was last told of. `unlocked`: bytes of the slot of its
+    last snapshot that an accelerator copied into while they were not page-locked.
     """
 
     job: str
@@ -57,6 +58,7 @@ class Owner:
     process: Process = NOT_KNOWN
     shown: Holding | None = None
     uploads: Uploads | None = None
+    unlocked: int = 0
 
     @property
     def identity(self) -> tuple[str, int, int]:
@@ -78,6 +80,13 @@ class Ranks:
     owners: dict[int, Owner] = field(default_factory=dict)
     gone: dict[int, str] = field(default_factory=dict)
     former: list[Owner] = field(default_factory=list)
+
+    @property
+    def unlocked(self) -> int:
+        """The bytes of slots of connected ranks that are not page-locked, as of their
+        last snapshots.
+        """
+        return sum(owner.unlocked for owner in self.owners.values() if owner.notify is not None)
 
     @property
     def connected(self) -> int:

@@ -47,7 +47,8 @@ class RankSeal:
     chunk of the slot, or None until they have been computed. `training_held`: seconds
     for which the snapshot held the training of this rank, or 0.0 if the rank has not
     said so. `cost`: what an earlier snapshot has cost the training of this rank, or
-    None. `node`: the membership of this node, as the rank has sent it. `replicas`:
+    None. `uncompared`: True if the device of this rank had too little memory to make
+    `replicas`. `node`: the membership of this node, as the rank has sent it. `replicas`:
     digests of the tensors that other ranks hold, too. `contents`: what the slot
     describes, or None once the ranks of this node have been compared.
     """
@@ -62,6 +63,7 @@ class RankSeal:
     checks: list[ChunkCheck] | None = None
     training_held: float = 0.0
     cost: TrainingCost | None = None
+    uncompared: bool = False
     replicas: Sequence[ReplicaDigests] = ()
     contents: SlotContents | None = None
 

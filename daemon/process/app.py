@@ -1,8 +1,8 @@
-"""Runs a daemon: serves clients until SIGTERM, SIGINT, an error that ends it, or, for a
-private daemon, until nothing is left to do.
+"""Runs a daemon: serves clients until a signal or an error ends it, or, for a private
+daemon, until nothing is left to do.
 
-Nothing listens before the root is locked and recovered. SIGTERM and SIGINT save what is
-owed, then end; a second one ends at once.
+Nothing listens before the root is locked and recovered. SIGTERM, SIGINT and SIGHUP save
+what is owed, then end; a second SIGTERM or SIGINT ends at once.
 """
 
 from __future__ import annotations
@@ -144,15 +144,18 @@ class App:
         return plan
 
     def _handle_signals(self) -> None:
-        """Handle SIGTERM and SIGINT from now on.
+        """Handle SIGTERM, SIGINT and SIGHUP from now on.
 
         Before this call nothing is owed, and the default action ends a start that
-        hangs.
+        hangs. A SIGHUP that nohup(1) has turned off stays off.
         """
-        for number in (signal.SIGTERM, signal.SIGINT):
-            asyncio.get_running_loop().add_signal_handler(number, self._signalled)
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
+                asyncio.get_running_loop().add_signal_handler(number, self._signalled, number)
 
-    def _signalled(self) -> None:
+    def _signalled(self, number: int) -> None:
+        if self._stop.is_set() and number == signal.SIGHUP:
+            return  # a terminal that closes may send it twice, and nobody asks for haste
         left = [] if self._serving is None else self._serving.unsaved()
         if self._stop.is_set():
             log.error(

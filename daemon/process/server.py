@@ -421,6 +421,8 @@ class Connection:
                     request.step,
                     request.held,
                     request.cost,
+                    request.unlocked,
+                    uncompared=request.uncompared,
                 )
                 return m.Sealed(re=request.id, durable=durable), ()
             case m.Abandon():

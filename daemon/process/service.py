@@ -31,7 +31,7 @@ from ckptd.daemon.process.rank_report import all_ranks_report
 from ckptd.daemon.process.vitals import Vitals, rss_bytes
 from ckptd.daemon.telemetry.overdue import Late
 from ckptd.shared import __version__, names
-from ckptd.shared.errors import CkptdError, NewerFormat, StorageError, VersionMismatch
+from ckptd.shared.errors import CkptdError, StorageError, VersionMismatch
 from ckptd.shared.system import machine, settings
 from ckptd.shared.wire import messages as m
 from ckptd.shared.wire.frames import MAX_FRAME
@@ -62,6 +62,7 @@ MAX_REPORT = MAX_FRAME - 4096
 COUNTERS = (
     "sealed", "persisted", "failed", "skipped", "retired", "rewrites", "saved_unasked",
     "verify_failures", "tidy_failures", "uploaded", "failed_uploads",
+    "uncompared",
 )  # fmt: skip
 
 
@@ -106,9 +107,9 @@ class Service:
         before storage.
 
         step: list the candidates of this step only. delivered: an attempt whose nodes
-        have all delivered what they hold, or 0. Raises StorageError; ForeignMemory if
-        another root is there now; NewerFormat if only a newer ckptd can read the newest
-        checkpoint.
+        have all delivered what they hold, or 0. Raises StorageError, also if
+        this user may not read the newest checkpoint; ForeignMemory if another root is
+        there now; NewerFormat if only a newer ckptd can read the newest checkpoint.
         """
         parts = self._parts
         job = parts.catalog.job(job_name)
@@ -171,8 +172,8 @@ class Service:
             (found[0].attempt, -1 if found[0].step is None else found[0].step) if found else (0, -1)
         )
         for place in places:
-            if why := place.unreadable_beyond(best, step):
-                raise NewerFormat(why)
+            if refusal := place.unreadable_beyond(best, step):
+                raise refusal
         incomplete = (
             [f"{job_name}/{one.tag}: {one.reason}"[:MAX_TEXT] for one in job.abandoned_beyond(best)]
             if step is None
@@ -494,6 +495,7 @@ class Service:
             ],
             "ranks_connected": job.ranks.connected,
             "running_seconds": _running(job),
+            "unlocked_bytes": job.ranks.unlocked,
             "training_cost": msgspec.to_builtins(governor.cost),
             "writers": governor.threads,
             "announced": (
@@ -503,6 +505,7 @@ class Service:
                 tag: why[:MAX_TEXT] for tag, why in list(job.damaged.items())[:MAX_DAMAGED]
             },
             "newer": {tag: why[:MAX_TEXT] for tag, why in list(job.newer.items())[-1:]},
+            "denied": {tag: why[:MAX_TEXT] for tag, why in list(job.denied.items())[-1:]},
         }
 
 

@@ -283,7 +283,7 @@ class Deleter:
         """
         async with self._locks[job.name]:
             known = job.checkpoints.get(tag)
-            if known is None and (tag in job.damaged or tag in job.newer):
+            if known is None and (tag in job.damaged or tag in job.newer or tag in job.denied):
                 files = await self._calls.run(lambda: self._repository.files(job.name, tag))
                 parts = sorted({part for file in files if (part := names.part_of(file))})
                 known = StoredCheckpoint(job.name, tag, 0, None, 0, 0, tuple(parts), False)
@@ -342,7 +342,7 @@ class Deleter:
             await self._calls.run(lambda: sweep(self._repository, job.name, old.tag, old.files))
             failpoint("retire.swept")
             await self._journal.append(r.Retired(job=job.name, tag=old.tag))
-            for known in (job.checkpoints, job.damaged, job.newer):
+            for known in (job.checkpoints, job.damaged, job.newer, job.denied):
                 known.pop(old.tag, None)
             return ""
         finally:

@@ -447,7 +447,10 @@ class Uploader:
         there = await self.scan(job.name)
         known = (
             tag in job.checkpoints or tag in job.damaged,
-            tag in there.checkpoints or tag in there.damaged or tag in there.newer,
+            any(
+                tag in known
+                for known in (there.checkpoints, there.damaged, there.newer, there.denied)
+            ),
         )
         if known[1] and tag in await self._root.calls.run(
             lambda: self._root.repository.pins(job.name)

@@ -112,6 +112,11 @@ def _of_the_daemon(figures: DaemonFigures) -> Iterator[Metric]:
         "Snapshots whose bytes did not match their checksums.",
         figures.verify_failures,
     )
+    yield CounterMetricFamily(
+        "ckptd_uncompared_snapshots",
+        "Snapshots of a rank that were not compared with other ranks, because its device was full.",
+        figures.uncompared,
+    )
     yield GaugeMetricFamily(
         "ckptd_shm_used_bytes", "Shared memory that slots take.", figures.shm_used
     )
@@ -162,6 +167,11 @@ _JOB_GAUGES = {
     "replicas_off": (
         "ckptd_replicas_off",
         "1 if the nodes of the job make no more copies in the memory of other nodes.",
+    ),
+    "unlocked": (
+        "ckptd_unlocked_bytes",
+        "Bytes of slots that were not page-locked when the last snapshots were copied into them "
+        "from accelerators, which holds the training for longer.",
     ),
     "room": ("ckptd_room_checkpoints", "How many more checkpoints of the job fit."),
     "ranks": ("ckptd_ranks_connected", "Ranks of the job on this node that are connected."),

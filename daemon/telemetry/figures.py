@@ -25,7 +25,8 @@ class JobFigures:
     were not counted. `chain`: the number of deltas in its longest chain. `replicated`:
     the newest step that all nodes have copied to their peers, or None. `replicas_off`:
     1 if the nodes make no more copies in this attempt although they were set to, else
-    0, or None if the job is on one node.
+    0, or None if the job is on one node. `unlocked`: bytes of slots that were not
+    page-locked when the last snapshots were copied into them from accelerators.
     """
 
     name: str
@@ -39,6 +40,7 @@ class JobFigures:
     chain: int | None = None
     replicated: int | None = None
     replicas_off: int | None = None
+    unlocked: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +60,7 @@ class DaemonFigures:
     snapshots: dict[str, int]
     sealed: int
     verify_failures: int
+    uncompared: int
     stalls: Distribution
     saves: Distribution
     persisted: dict[str, int]

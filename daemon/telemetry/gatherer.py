@@ -64,6 +64,7 @@ class Gatherer:
             },
             sealed=counters["sealed"],
             verify_failures=counters["verify_failures"],
+            uncompared=counters["uncompared"],
             stalls=saver.stalls.distribution(),
             saves=saver.saves.distribution(),
             persisted={
@@ -112,6 +113,7 @@ class Gatherer:
             chain=None if newest is None else newest.chain,
             replicated=max(job.answer.replicated, default=None),
             replicas_off=None if job.node is None else int(bool(job.answer.alone)),
+            unlocked=job.ranks.unlocked,
         )
 
     def _newest_of(self, job: Job) -> _Newest:

@@ -90,10 +90,11 @@ def lock(directory: int, root: Path, host: str) -> Descriptor:
             f"lock {root}, which keeps a second daemon out of it", error
         ) from None
     if not taken:
+        other = root_lock.holder(fd)
         os.close(fd)
+        where = f", at {other.socket} (pid {other.pid})" if other.socket else ""
         raise Busy(
-            f"another ckptd already serves {root}, under the host name {host}: use that one, or "
-            f"stop it first; if it runs on another "
-            "node, give each node a name of its own"
+            f"another ckptd already serves {root}{where}, under the host name {host}: use that "
+            f"one, or stop it first; if it runs on another node, give each node a name of its own"
         )
     return Descriptor(fd)

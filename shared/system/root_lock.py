@@ -8,6 +8,7 @@ import errno
 import fcntl
 import json
 import os
+import shlex
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -76,6 +77,12 @@ def holder_of(root: Location) -> LockHolder | None:
         except (FileNotFoundError, NotADirectoryError):
             continue
         except PermissionError:
+            if (own := _unsearchable(path)) is not None:
+                raise Forbidden(
+                    f"uid {os.geteuid()} has no permission to search {own}, which it owns, and "
+                    f"cannot see whether a daemon serves {root}: run `chmod u+rwx "
+                    f"{shlex.quote(str(own))}`"
+                ) from None
             raise Forbidden(
                 f"uid {os.geteuid()} may not look whether a daemon of {_named(path)} serves "
                 f"{root}, which may hold snapshots in memory only: run this command as that user "
@@ -88,7 +95,7 @@ def holder_of(root: Location) -> LockHolder | None:
                 raise
         with closing_at_end(fd):
             if _is_held(fd):
-                return _read(fd)
+                return holder(fd)
     return None
 
 
@@ -143,6 +150,15 @@ def owner_of(root: Location) -> int | None:
     return None
 
 
+def _unsearchable(path: Path) -> Path | None:
+    """Return the directory above a path that this user owns and may not search, or None."""
+    for directory in reversed(path.parents):
+        if not os.access(directory, os.X_OK):
+            with suppress(OSError):
+                return directory if directory.lstat().st_uid == os.geteuid() else None
+    return None
+
+
 def _named(path: Path) -> str:
     try:
         return f"uid {path.lstat().st_uid}"
@@ -159,7 +175,8 @@ def _is_held(fd: int) -> bool:
     return False
 
 
-def _read(fd: int) -> LockHolder:
+def holder(fd: int) -> LockHolder:
+    """Return what the daemon that holds this lock file has written into it."""
     uid = os.fstat(fd).st_uid
     try:
         found = json.loads(os.pread(fd, _MOST, 0))

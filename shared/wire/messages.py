@@ -203,7 +203,10 @@ class Seal(Request, frozen=True, kw_only=True, tag="seal"):
 
     `held`: seconds for which the snapshot held the training, or 0.0 if not known.
 
-    `cost`: that of the last snapshot whose cost is known, or None.
+    `cost`: that of the last snapshot whose cost is known, or None. `uncompared`: True if
+    this rank's device had too little memory to compare the snapshot with other ranks.
+    `unlocked`: bytes of the slot that were not page-locked, if an accelerator copied into
+    it.
     """
 
     segment: Name
@@ -211,6 +214,8 @@ class Seal(Request, frozen=True, kw_only=True, tag="seal"):
     step: StepNumber
     held: Annotated[float, msgspec.Meta(ge=0, le=10**9)] = 0.0
     cost: TrainingCost | None = None
+    uncompared: bool = False
+    unlocked: Size = 0
 
 
 class Sealed(Reply, frozen=True, kw_only=True, tag="sealed"):

@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from ckptd.agent import Agent, CkptdError, per_rank
+from ckptd.agent.copy.replica_samples import ReplicaSamples
 from tests.support.daemons import Daemon
 from tests.support.ranks import HERE, Ranks
 
@@ -216,6 +217,18 @@ def first_snapshot(step: int) -> str:
     return ""
 
 
+def snap_on_full_device(step: int) -> str:
+    """Snapshot while the device of rank 1 has no memory for the samples."""
+
+    def take(*_: object) -> Any:
+        raise torch.OutOfMemoryError("full")
+
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == 1:
+            patch.setattr(ReplicaSamples, "take", take)
+        return snap(step, train_alike)
+
+
 def nothing_to_recover(socket: Path, job: str) -> bool:
     HERE["agent"] = Agent(job, socket=socket, takeover=True)
     return HERE["agent"].recover(without_marks()) is None
@@ -268,6 +281,16 @@ def test_experts_under_equal_names_fail_the_step_by_name(ranks: Ranks, daemon: D
         "step 3 failed: experts.0.weight, experts.2.weight are not the same on ranks 0 and 1"
         in daemon.home.log_text()
     )
+    ranks.call(shut)
+
+
+def test_a_full_device_costs_the_comparison_and_not_the_step(ranks: Ranks, daemon: Daemon) -> None:
+    ranks.call(make, daemon.home.socket, "full", experts)
+    assert ranks.call(snap, 1, train_alike) == ["", ""]
+    assert ranks.call(snap_on_full_device, 2) == ["", ""]
+    assert ranks.call(snap, 3, train_alike) == ["", ""]
+    assert daemon.status()["counters"]["uncompared"] == 1
+    assert "are not the same on ranks" in fails(ranks, 4, train_experts)
     ranks.call(shut)
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import re
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from ckptd.daemon.config import FIELDS, Config, load
@@ -16,6 +18,7 @@ from ckptd.shared.formats.plan import DEFAULT_CHUNK
 from ckptd.shared.location import Url
 from ckptd.shared.retention import BestN, EveryNSteps
 from ckptd.shared.system.machine import default_state_dir
+from ckptd.shared.wire import messages as m
 from tests.support.cases import each_case
 
 ROOT = {"root": "/ckpts", "socket": "/run/ckptd/s"}
@@ -375,6 +378,27 @@ def test_the_memory_budget_holds_four_chunks() -> None:
         InvalidConfig, match="memory_budget is '262143'; expected at least four chunks"
     ):
         make(chunk_size=64 << 10, memory_budget=(256 << 10) - 1)
+
+
+@pytest.mark.parametrize("name", [name for name, one in FIELDS.items() if one.type == "int"])
+def test_a_number_has_64_bits(name: str) -> None:
+    with pytest.raises(InvalidConfig, match=f"^{name} is '{1 << 63}'; expected less than 2.63"):
+        make(**{name: 1 << 63})
+
+
+def test_the_longest_stall_fits_into_the_messages_that_carry_it() -> None:
+    longest = make(stall_budget=3600.0)
+    request = m.Begin(id=1, job="gpt", rank=0, world_size=1, wait=longest.stall_budget)
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(request), type=m.Begin) == request
+    with pytest.raises(InvalidConfig, match="stall_budget is 'inf'; expected at most 3600 seconds"):
+        make(stall_budget=math.inf)
+
+
+@pytest.mark.parametrize("name", ["socket", "state_dir", "shm_dir", "log_file", "metrics_file"])
+def test_an_empty_path_is_not_the_working_directory(name: str) -> None:
+    """An unset variable would put the journal where nobody looks for it."""
+    with pytest.raises(InvalidConfig, match=rf"^CKPTD_{name.upper()}: {name}: an empty text names"):
+        load({"root": "/ckpts"}, {f"CKPTD_{name.upper()}": ""}, None)
 
 
 def test_a_config_is_immutable() -> None:

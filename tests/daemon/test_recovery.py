@@ -213,20 +213,20 @@ async def test_a_scan_finds_sound_damaged_and_unfinished_checkpoints(
     )
 
 
-async def test_a_lack_of_descriptors_is_not_taken_for_damage(
-    root: Root, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("problem", [errno.EMFILE, errno.ESTALE, errno.ETIMEDOUT, errno.ENOTCONN])
+async def test_a_lack_of_descriptors_or_of_the_server_is_not_taken_for_damage(
+    root: Root, monkeypatch: pytest.MonkeyPatch, problem: int
 ) -> None:
     """Otherwise an older checkpoint, or none, would be recovered."""
 
     def read(*_: Any) -> Manifest:
-        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        raise OSError(problem, os.strerror(problem))
 
     write_checkpoint(root.path)
     monkeypatch.setattr(Repository, "read_manifest", read)
-    with pytest.raises(
-        StorageError, match=f"cannot read the manifest of gpt/{TAG}: Too many open files"
-    ):
+    with pytest.raises(StorageError, match=f"cannot read the manifest of gpt/{TAG}: ") as failed:
         await root.start()
+    assert failed.value.errno == problem
 
 
 async def test_a_manifest_of_a_newer_ckptd_is_not_called_damaged(
@@ -256,6 +256,40 @@ async def test_a_manifest_of_a_newer_ckptd_is_not_called_damaged(
     ):
         await service.find("gpt", None)
     assert [candidate.tag for candidate in (await service.find("gpt", 1000)).candidates] == [TAG]
+
+
+async def test_a_manifest_that_this_user_may_not_read_is_not_called_damaged(
+    root: Root, calls: StorageCalls, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No older checkpoint is recovered in its place, and the job goes on once its mode
+    is corrected, without a restart.
+    """
+    write_checkpoint(root.path)
+    write_checkpoint(root.path, step=2000)
+    hidden, read = "step-00002000.a0002", Repository.read_manifest
+
+    def refuse(repository: Repository, job: str, tag: str) -> Manifest:
+        if tag == hidden:
+            raise OSError(errno.EACCES, os.strerror(errno.EACCES))
+        return read(repository, job, tag)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Repository, "read_manifest", refuse)
+        parts = await root.start()
+        job = parts.catalog.job("gpt")
+        assert (list(job.checkpoints), job.damaged, list(job.denied)) == ([TAG], {}, [hidden])
+        served = ServedRoot(
+            parts.repository, calls, RootMark(parts.identity, str(root.path)), lambda: None
+        )
+        service = Service(dataclasses.replace(parts, calls=calls, served=served))
+        with pytest.raises(
+            StorageError,
+            match=f"gpt/{hidden} is newer than .*: Permission denied .*; or .* with step=",
+        ):
+            await service.find("gpt", None)
+        assert [one.tag for one in (await service.find("gpt", 1000)).candidates] == [TAG]
+    await drop_deleted(parts.repository, [job], calls)
+    assert (list(job.checkpoints), job.denied) == ([TAG, hidden], {})
 
 
 async def test_a_daemon_that_only_starts_deletes_no_checkpoint(root: Root) -> None:

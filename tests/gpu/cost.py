@@ -261,9 +261,12 @@ def item(rig: Rig) -> Iterator[Line]:
 
 @check
 def full(rig: Rig) -> Iterator[Line]:
-    """A snapshot succeeds on a device that has 64 MB left."""
+    """A snapshot succeeds on a device that has 64 MB left, and one of an agent that finds
+    the device full.
+    """
     if rig.simulated:
         yield skipped("64 MB left", NO_DEVICE)
+        yield skipped("24 MB left for a new agent", NO_DEVICE)
         return
     torch.cuda.memory._set_allocator_settings("expandable_segments:True")
     state = rig.tensors(3000, 512 << 20)
@@ -286,5 +289,20 @@ def full(rig: Rig) -> Iterator[Line]:
         "64 MB left, expandable segments",
         right and retries == 0,
         f"held {ms(median(held))}, {retries} allocator retries beside {filled.nbytes / 1e9:.0f} GB",
+        "right, no retry",
+    )
+    agent.close()
+    more = torch.empty(40 << 20, dtype=torch.uint8, device=rig.device)
+    late = rig.agent("late")
+    late.prepare(state)
+    before = torch.cuda.memory_stats()["num_alloc_retries"]
+    pending = late.snapshot(state, step=1, persist=False)
+    pending.wait("sealed", timeout=30)
+    retries = torch.cuda.memory_stats()["num_alloc_retries"] - before
+    right = not differing(state, contents(late, 1))
+    yield passes(
+        "24 MB left for a new agent",
+        right and retries == 0,
+        f"held {ms(pending.stall)}, {retries} allocator retries beside {more.nbytes / 1e6:.0f} MB",
         "right, no retry",
     )

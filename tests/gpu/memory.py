@@ -15,10 +15,11 @@ import torch
 
 from ckptd.agent import Agent
 from ckptd.agent.copy import lanes, mapped_slot
-from ckptd.agent.copy.mapping import MADV_POPULATE_WRITE, advise, map_segment
+from ckptd.agent.copy.mapped_slot import MappedSlot
+from ckptd.agent.copy.mapping import map_segment
 from ckptd.shared.formats.segment import SlotState
 from ckptd.shared.system.numa import nodes
-from tests.gpu.rig import Rig, contents, rate, slots
+from tests.gpu.rig import Rig, contents, differing, rate, slots
 from tests.gpu.table import NO_DEVICE, ONE_DEVICE, Line, check, passes, skipped
 from tests.support.daemons import holds, home, running
 
@@ -54,7 +55,7 @@ class Segment:
         self.address, self.nbytes = ctypes.addressof(self.mapped), nbytes
 
     def populate(self) -> None:
-        assert advise(self.address, self.nbytes, MADV_POPULATE_WRITE) == 0
+        MappedSlot._fault(self.address, self.nbytes, mapped_slot.fault_threads())
 
     def lock(self, device: torch.device) -> bool:
         return lanes.lock_pages(self.address, self.nbytes, device)
@@ -112,6 +113,51 @@ def bus(rig: Rig) -> Iterator[Line]:
         ">= 45 GB/s",
     )
     lanes.unlock_pages(segment.address, rig.device)
+
+
+@check
+def early(rig: Rig) -> Iterator[Line]:
+    """A snapshot before there are slots waits until its slot is locked."""
+    if rig.simulated:
+        yield skipped("a snapshot before the slots are locked", NO_DEVICE)
+        return
+    agent = rig.agent("early")
+    state = {"w": torch.randn(min(GB, rig.nbytes) // 4, device=rig.device)}
+    pending = agent.snapshot(state, step=0, persist=False)
+    pending.wait("sealed", timeout=60)
+    unlocked, budget = pending._snapshot.unlocked, agent._link.stall_budget
+    yield passes(
+        "a snapshot before the slots are locked",
+        (unlocked == 0 or pending.stall >= budget) and not differing(state, contents(agent, 0)),
+        f"held {pending.stall:.2f} s, {unlocked} bytes not locked",
+        f"locked, or held {budget:.0f} s",
+    )
+
+
+@check
+def halves(rig: Rig) -> Iterator[Line]:
+    """A slot that is locked in pieces gets every byte. Locks end inside of tensors."""
+    if rig.simulated:
+        yield skipped("slots that are locked in pieces", NO_DEVICE)
+        return
+    with patch.object(lanes, "LOCKED", 40 << 20):
+        agent = rig.agent("halves")
+        state = {
+            "w": torch.randn(5000, 7000, device=rig.device),
+            "b": torch.randn(17, device=rig.device),
+            "t": torch.randn(3000, 9000, device=rig.device).t(),
+        }
+        agent.snapshot(state, step=0, persist=False).wait("sealed", timeout=60)
+        locks = [len(slot._unlocks) for slot in slots(agent)]  # once they are locked
+        state["w"] += 1
+        agent.snapshot(state, step=1, persist=False).wait("sealed", timeout=60)
+        wrong = differing(state, contents(agent, 1))
+    yield passes(
+        "slots that are locked in pieces",
+        min(locks) > 1 and not wrong,
+        f"{locks} locks, {len(wrong)} tensors wrong",
+        "every byte arrives",
+    )
 
 
 @check

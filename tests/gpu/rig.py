@@ -133,14 +133,17 @@ class Training:
         return sum(value.nbytes for value in self.values().values())
 
 
-def large(rig: Rig, batch: int) -> Training:
-    """Return a model with the Adam state of a large size, after its first step."""
+def large(rig: Rig, batch: int, steps: int = 1) -> Training:
+    """Return a model with the Adam state of a large size, after its first steps. Without
+    a step, the optimizer has no state.
+    """
     width = 256 if rig.simulated else 4096
     layers = max(2, round(rig.nbytes / 12 / width / width))
     made = Training(
         rig.device, width, layers, lambda p: torch.optim.AdamW(p, lr=1e-4, fused=True), batch
     )
-    made.step()
+    for _ in range(steps):
+        made.step()
     return made
 
 

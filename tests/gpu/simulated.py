@@ -24,6 +24,8 @@ from ckptd.agent.copy.fences import Fences
 from ckptd.agent.copy.lanes import Mark
 from ckptd.agent.plan.kept_plan import KeptPlan, PlanInUse
 from ckptd.agent.plan.layout import Layout
+from ckptd.agent.read import upload
+from ckptd.agent.read.upload import Upload
 from ckptd.shared.formats.plan import signature
 
 
@@ -87,7 +89,7 @@ def elsewhere(found: PlanInUse) -> PlanInUse:
 
 
 def simulate() -> None:
-    """Make this process copy every tensor through simulated lanes."""
+    """Make this process copy every tensor through simulated lanes, in both directions."""
     original = KeptPlan.renew
 
     def renew(self: KeptPlan, *arguments: Any) -> PlanInUse:
@@ -99,3 +101,7 @@ def simulate() -> None:
     patch.object(KeptPlan, "renew", renew).start()
     patch.object(KeptPlan, "valid", False).start()  # so that the plan is made at each snapshot
     patch.object(sealer, "Fences", made).start()
+    patch.object(upload, "StreamLane", SimulatedLane).start()
+    patch.object(upload, "lock_pages", lambda *_: True).start()
+    patch.object(upload, "unlock_pages", lambda *_: None).start()
+    patch.object(Upload, "goes_to", staticmethod(lambda device: True)).start()

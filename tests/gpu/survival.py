@@ -6,11 +6,13 @@ import multiprocessing as mp
 import os
 import random
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from typing import Any
 
+import psutil
 import torch
 from torch.utils.data import DataLoader
 
@@ -125,6 +127,63 @@ def recover(rig: Rig) -> Iterator[Line]:
         f"{nbytes / taken / pinned:.2f} x",
         ">= 0.25 x torch's pinned copy",
         ">= 16 GB/s",
+    )
+
+
+class HostMemory:
+    """Context manager. `peak` is how much the memory of this process has grown meanwhile,
+    without what it shares with others.
+    """
+
+    def __enter__(self) -> HostMemory:
+        self.peak, self._over = 0, threading.Event()
+        self._before = self._now()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._thread.join()
+
+    @staticmethod
+    def _now() -> int:
+        found = psutil.Process().memory_info()
+        return int(found.rss - found.shared)
+
+    def _watch(self) -> None:
+        while not self._over.wait(0.005):
+            self.peak = max(self.peak, self._now() - self._before)
+
+
+@check
+def new(rig: Rig) -> Iterator[Line]:
+    """Recovery into an optimizer without state makes that state on the device."""
+    batch = 512 if not rig.simulated else 8
+    training, agent = large(rig, batch), rig.agent()
+    agent.snapshot(training.state, step=1, persist=False).wait("sealed", timeout=30)
+    expected = training.values()
+    losses = [training.step() for _ in range(5)]
+    del training
+    again, before = large(rig, batch, steps=0), 0
+    if not rig.simulated:
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+    with HostMemory() as host:
+        taken = rig.timed(lambda: agent.recover(again.state))
+    nbytes = sum(value.nbytes for value in expected.values())
+    peak = 0 if rig.simulated else torch.cuda.max_memory_allocated() - before
+    found = again.values()
+    same = all(torch.equal(found[name], value) for name, value in expected.items())
+    yield passes("bits of a new optimizer", same, f"{len(expected)} tensors, {taken:.2f} s")
+    same = all(map(torch.equal, losses, [again.step() for _ in range(5)]))
+    yield passes("the next five losses of it", same, "", "bit-equal")
+    yield passes(
+        "memory for a new optimizer",
+        peak <= nbytes + SLACK and host.peak <= SLACK,
+        f"{peak / 1e6:.0f} MB on the device, {host.peak / 1e6:.0f} MB on the host",
+        "the state and 1 GB, 1 GB",
     )
 
 

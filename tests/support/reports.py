@@ -23,6 +23,7 @@ def job_report(name: str = "gpt", **changes: Any) -> dict[str, Any]:
         "ranks_here": None,
         "ranks_connected": 1,
         "running_seconds": 60.0,
+        "unlocked_bytes": 0,
         "training_cost": None,
         "announced": "",
         "damaged": {},

@@ -110,6 +110,10 @@ def frames() -> dict[str, FrameVector]:
             "a Seal with `held` and `cost`",
             seal | {"held": 0.25, "cost": {"step": 900, "seconds": -0.001, "usual": 0.5}},
         ),
+        "seal-from-an-accelerator": read(
+            "a Seal whose device was full, and whose slot was not page-locked",
+            seal | {"uncompared": True, "unlocked": 4096},
+        ),
         "cost-in-integers": read(
             "fields of numbers that are integers of msgpack",
             seal | {"held": 0, "cost": {"step": 900, "seconds": 1, "usual": 2}},

@@ -21,7 +21,20 @@ from ckptd.agent.convert.output import (
     published,
     result_of,
 )
-from ckptd.shared.errors import AlreadyExists, Busy, IntegrityError, StorageError
+from ckptd.shared.errors import AlreadyExists, Busy, IntegrityError, InvalidRequest, StorageError
+
+
+def test_the_place_of_a_checkpoint_of_a_job_is_left_to_the_daemon(tmp_path: Path) -> None:
+    """In a root the name alone decides, so the output would count as a damaged one."""
+    job = tmp_path / "root" / "gpt"
+    job.mkdir(parents=True)
+    check_place(job / "step-00000007.a0001", 1)  # no root yet
+    (tmp_path / "root" / ".ckptd").mkdir()
+    check_place(job / "base", 1)
+    with pytest.raises(
+        InvalidRequest, match=rf"a checkpoint of the job {job}.*: .*`ckptd adopt PATH {job}`"
+    ):
+        check_place(job / "step-00000007.a0001", 1)
 
 
 @pytest.mark.parametrize("directory", [True, False])

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from ckptd.agent.copy.fences import Fences
-from ckptd.agent.copy.lanes import GATHERED, SMALL, Mark, runs
+from ckptd.agent.copy.lanes import GATHERED, SMALL, Mark, groups
 from ckptd.agent.plan.structure import local_part
 from ckptd.shared.errors import SnapshotFailed
 from tests.oracle.tensors import EightBit
@@ -405,7 +405,7 @@ def test_a_copy_that_cannot_be_enqueued_leaves_none_under_way(
     assert slot.tolist() == [3, 3, 3, 3]
 
 
-def test_small_neighbouring_copies_are_merged() -> None:
+def test_neighbouring_copies_are_merged() -> None:
     slot = torch.empty(4 * SMALL, dtype=torch.uint8)
     pieces = [
         slot[0:100],
@@ -415,10 +415,11 @@ def test_small_neighbouring_copies_are_merged() -> None:
         slot[500 : 501 + SMALL],
         slot[501 + SMALL : 600 + SMALL],
     ]
-    assert runs(pieces) == [[0, 1], [2, 3], [4], [5]]
+    assert [len(group) for group in groups(pieces, pieces, GATHERED)] == [2, 2, 2]
     many = torch.empty(2 * GATHERED, dtype=torch.uint8).split(SMALL)
-    assert [len(run) for run in runs(many)] == [GATHERED // SMALL] * 2
-    assert runs([]) == []
+    assert [len(group) for group in groups(many, many, GATHERED)] == [GATHERED // SMALL] * 2
+    assert [len(group) for group in groups(many, many, SMALL)] == [1] * (2 * GATHERED // SMALL)
+    assert list(groups([], [], GATHERED)) == []
 
 
 def test_work_beside_the_copies_reads_what_was_written_before_and_nothing_later(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -38,6 +38,9 @@ class Runtime:
 
     def cudaHostUnregister(self, address: int) -> int:
         return self._answer(address)
+
+    def cudaGetErrorString(self, error: int) -> str:
+        return f"text of {error}"
 
     @contextmanager
     def device(self, device: torch.device) -> Iterator[None]:
@@ -100,12 +103,15 @@ class Here(lanes.StreamLane):
     """A lane of this CPU, without a stream."""
 
     def __init__(self) -> None:
-        self._device, self._stream = torch.device("cpu"), nullcontext()  # type: ignore[assignment]
-        self._kept = None
+        self._device, self._kept = torch.device("cpu"), None
+        self._refused = False
+
+    def _current(self) -> AbstractContextManager[object]:
+        return nullcontext()
 
 
-@pytest.mark.parametrize("full", [False, True])
-def test_tensors_of_every_size_and_form_arrive(monkeypatch: pytest.MonkeyPatch, full: bool) -> None:
+@pytest.mark.parametrize("room", [10_000, 300, 0])
+def test_tensors_of_every_size_and_form_arrive(monkeypatch: pytest.MonkeyPatch, room: int) -> None:
     monkeypatch.setattr(lanes, "SMALL", 256)
     monkeypatch.setattr(lanes, "GATHERED", 1024)
     sources = [
@@ -120,24 +126,105 @@ def test_tensors_of_every_size_and_form_arrive(monkeypatch: pytest.MonkeyPatch, 
         targets.append(piece.view(source.shape))
         at += source.nbytes
     lane = Here()
-    if full:
-        monkeypatch.setattr(lane, "_buffer", lambda: None)
+    monkeypatch.setattr(lanes, "has_room", lambda device, length: length <= room)
+    lane._refused = not room
     lane.copy(targets, sources)
+    assert (0 if lane._kept is None else lane._kept.nbytes) == {10_000: 1024, 300: 256, 0: 0}[room]
     assert all(map(torch.equal, targets, sources))
     assert not slot[at:].any()
 
 
-def test_a_large_tensor_crosses_the_bus_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_large_tensor_crosses_the_bus_in_pieces() -> None:
     """Otherwise each small copy of the training waits for all of it."""
-    monkeypatch.setattr(lanes, "GATHERED", 1024)
     whole, other = torch.rand(600), torch.rand(600)
-    assert [len(part) for part, _ in lanes.pieces(whole, other)] == [256, 256, 88]
-    (part, source), *rest = lanes.pieces(whole.view(20, 30), other.view(30, 20).t())
-    assert (part.shape, source.shape, rest) == ((20, 30), (20, 30), [])
+    found = [[part.numel() for part, _ in group] for group in lanes.groups([whole], [other], 1024)]
+    assert found == [[256], [256], [88]]
+    across = whole.view(20, 30).t(), other.view(20, 30).t()
+    assert [len(part) for part, _ in lanes.pieces(*across, whole.data_ptr(), 1024)] == [
+        256,
+        256,
+        88,
+    ]
+    turned = whole.view(20, 30), other.view(30, 20).t()
+    assert [len(part) for part, _ in lanes.pieces(*turned, whole.data_ptr(), 1024)] == [
+        256,
+        256,
+        88,
+    ]
+    Here().copy([turned[0]], [turned[1]])
+    assert torch.equal(*turned)
+
+
+def test_scalars_between_large_tensors_do_not_cross_the_bus_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A fused optimizer has one `step` of 4 bytes for each parameter, on the device, and
+    each copy across the bus counts in the queue.
+    """
+    monkeypatch.setattr(lanes, "SMALL", 64)
+    monkeypatch.setattr(lanes, "GATHERED", 1024)
+    slot, numbers = torch.zeros(610), [150, 1, 150, 1, 100, 100, 1, 60, 1]
+    targets = list(torch.split_with_sizes(slot[: sum(numbers)], numbers))
+    sources = [torch.rand(number) for number in numbers]
+    sizes = [
+        [part.numel() for part, _ in group]
+        for group in lanes.groups(targets, sources, lanes.GATHERED)
+    ]
+    # A large tensor that is not aligned in the group before it begins a new one.
+    assert sizes == [[150, 1], [150, 1], [100, 100, 1], [60, 1]]
+    Here().copy(targets, sources)
+    assert all(map(torch.equal, targets, sources))
+
+
+def test_a_small_tensor_that_is_not_aligned_begins_a_group() -> None:
+    slot = torch.zeros(64, dtype=torch.uint8)
+    targets = [slot[3:8], slot[8:16].view(torch.float32)]
+    sources = [torch.ones(5, dtype=torch.uint8), torch.rand(2)]
+    assert [len(group) for group in lanes.groups(targets, sources, lanes.GATHERED)] == [1, 1]
+    Here().copy(targets, sources)
+    assert all(map(torch.equal, targets, sources))
+
+
+def test_no_copy_crosses_memory_that_was_locked_in_two(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The driver refuses such a copy."""
+    monkeypatch.setattr(lanes, "LOCKED", 4096)
+    monkeypatch.setattr(lanes, "GATHERED", 1024)
+    slot = torch.zeros(12_000, dtype=torch.uint8)
+    base = slot.data_ptr()
+    sizes = [100, 4000, 80, 5000, 16, 2040]
+    targets = [
+        part.view(torch.float32) for part in torch.split_with_sizes(slot[: sum(sizes)], sizes)
+    ]
+    targets[3] = targets[3].view(50, 25).t()
+    sources = [torch.rand(target.shape) for target in targets]
+    groups = list(lanes.groups(targets, sources, lanes.GATHERED))
+    ends = [
+        (group[0][0].data_ptr() - base, group[-1][0].data_ptr() + group[-1][0].nbytes - base)
+        for group in groups
+    ]
+    assert all(start // 4096 == (end - 1) // 4096 and end - start <= 1024 for start, end in ends)
+    assert [start for start, _ in ends if start % 4096 == 0] == [0, 4096, 8192]
+    Here().copy(targets, sources)
+    assert all(map(torch.equal, targets, sources))
+    # The locks have the bytes before the data, too, and end where the groups end.
+    assert list(lanes.locks(base - 512, 512 + 12_000, 512)) == [
+        (base - 512, 512 + 4096), (base + 4096, 4096), (base + 8192, 12_000 - 8192)
+    ]  # fmt: skip
+    assert list(lanes.locks(base - 512, 512 + 4096, 512)) == [(base - 512, 512 + 4096)]
+
+
+def test_each_call_makes_a_stream_current_through_an_object_of_its_own() -> None:
+    """Before its re-entrance was mended, torch refused to enter one object twice, as two
+    threads do.
+    """
+    lane = Here()
+    lane._stream = torch.Stream(stream_id=7, device_index=0, device_type=1)
+    one, other = (lanes.StreamLane._current(lane) for _ in range(2))
+    assert (one is other, one == lane._stream, other == lane._stream) == (False, True, True)
 
 
 def test_a_full_device_gives_no_buffer_and_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    lane, full = Here(), [True, False]
+    lane, full = Here(), [True, True, False]
     monkeypatch.setattr(lanes, "GATHERED", 1024)
     empty = torch.empty
 
@@ -151,6 +238,43 @@ def test_a_full_device_gives_no_buffer_and_is_asked_again(monkeypatch: pytest.Mo
     kept = lane._buffer()
     assert kept is not None
     assert (lane._buffer() is kept, kept.nbytes, full) == (True, 1024, [])
+
+
+class Device:
+    """Stands for a device of CUDA with `free` bytes."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, free: int) -> None:
+        self.free = free
+        self.asked: list[int] = []
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (self.free, 1 << 40))
+        monkeypatch.setattr(lanes, "on", lambda device: nullcontext())
+        empty = torch.empty
+
+        def some(length: int, **options: Any) -> torch.Tensor:
+            self.asked.append(length)
+            if length > self.free:
+                raise torch.OutOfMemoryError("full")
+            return empty(length, **(options | {"device": "cpu"}))
+
+        monkeypatch.setattr(torch, "empty", some)
+
+
+def test_torch_is_asked_once_for_more_than_the_device_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each time, it waits for the device, and gives back what it keeps for the training."""
+    device, lane = Device(monkeypatch, 0), Here()
+    lane._device = THIRD
+    lane.prepare()
+    assert (lane._buffer(), lane._buffer(), device.asked) == (None, None, [16 << 20])
+    device.free = 24 << 20
+    kept = lane._buffer()
+    device.free = 0
+    assert (lane._buffer() is kept, device.asked) == (True, [16 << 20] * 2)
+    assert kept is not None
+    assert kept.nbytes == 16 << 20
+    device.free, lane = 80 << 20, Here()
+    lane._device = THIRD
+    lane.prepare()
+    assert device.asked[2:] == [64 << 20]
 
 
 def test_an_empty_slot_is_not_locked(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -179,7 +303,27 @@ def test_a_refusal_of_the_driver_is_logged(
     runtime(monkeypatch, 2)
     with caplog.at_level(logging.WARNING):
         assert not lanes.lock_pages(4096, 3_000_000_000, THIRD)
-    assert "slots could not be page-locked (CUDA error 2, 3.0 GB)" in caplog.text
+    assert "slots could not be page-locked (CUDA error 2, text of 2, 3.0 GB)" in caplog.text
+    assert "memory limit of the container" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("error", "hip", "words"),
+    [(2, "7.0", "AMD's driver"), (900, None, "is being captured"), (801, None, "hold up training")],
+)
+def test_the_log_has_the_causes_of_a_refusal_and_no_limit_that_the_driver_does_not_check(
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    error: int,
+    hip: str | None,
+    words: str,
+) -> None:
+    runtime(monkeypatch, error)
+    monkeypatch.setattr(torch.version, "hip", hip)
+    assert not lanes.lock_pages(4096, 8192, THIRD)
+    (message,) = caplog.messages
+    assert words in message
+    assert ("MEMLOCK" in message) == (hip is not None)
 
 
 def test_other_accelerators_are_logged_as_slower(
@@ -200,4 +344,4 @@ def test_unlocking_pages_that_are_not_locked_is_ignored(
     assert caplog.records == []
     runtime(monkeypatch, 1)
     lanes.unlock_pages(4096, THIRD)
-    assert "could not be unlocked: CUDA error 1" in caplog.text
+    assert "could not be unlocked: CUDA error 1, text of 1" in caplog.text

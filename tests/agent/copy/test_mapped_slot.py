@@ -7,6 +7,7 @@ from __future__ import annotations
 import fcntl
 import logging
 import os
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
@@ -16,6 +17,7 @@ import pytest
 import torch
 from crc32c import crc32c
 
+from ckptd.agent.copy import lanes as lanes_module
 from ckptd.agent.copy import mapped_slot as mapped_slot_module
 from ckptd.agent.copy.checked_copy import CheckedCopy
 from ckptd.agent.copy.fences import Transfer
@@ -392,9 +394,12 @@ class Pages:
             return True
 
         def unlock(address: int, device: torch.device) -> None:
-            assert f"{address:x}-" in Path("/proc/self/maps").read_text()
+            maps = [line.split() for line in Path("/proc/self/maps").read_text().splitlines()]
+            shared = [found[0].split("-") for found in maps if found[-1].endswith(".seg")]
+            assert any(int(start, 16) <= address < int(end, 16) for start, end in shared)
             self.unlocked.append(address)
 
+        monkeypatch.setattr(mapped_slot_module, "fault_threads", lambda: 1)
         monkeypatch.setattr(mapped_slot_module, "advise", populate)
         monkeypatch.setattr(mapped_slot_module, "lock_pages", lock)
         monkeypatch.setattr(mapped_slot_module, "unlock_pages", unlock)
@@ -414,6 +419,62 @@ def test_all_memory_is_faulted_in_piece_by_piece_and_locked_once(
     slot.forget()
     slot.forget()
     assert (len(pages.locked), pages.unlocked) == (1, [start])
+
+
+@pytest.mark.parametrize("refused", [False, True])
+def test_a_large_slot_is_locked_in_pieces_as_far_as_the_driver_does(
+    slot: MappedSlot, monkeypatch: pytest.MonkeyPatch, refused: bool
+) -> None:
+    pages, most = Pages(monkeypatch), slot.header.capacity // 8192 * 4096
+    lock = vars(mapped_slot_module)["lock_pages"]
+    monkeypatch.setattr(lanes_module, "LOCKED", most)
+    monkeypatch.setattr(
+        mapped_slot_module,
+        "lock_pages",
+        lambda *given: lock(*given) and not (refused and len(pages.locked) == 2),
+    )
+    slot.populate(CUDA)
+    (start, length), *rest = pages.locked
+    assert length == slot.header.data_offset + most
+    assert rest[0] == (start + length, most)
+    assert len(rest) == (1 if refused else 2)
+    assert slot.unlocked == (slot.header.file_length - length if refused else 0)
+    slot.forget()
+    unlocked = [start] if refused else [address for address, _ in pages.locked]
+    assert sorted(pages.unlocked) == unlocked
+
+
+def test_a_slot_for_an_accelerator_is_faulted_in_on_several_threads_and_locked_after_that(
+    slot: MappedSlot, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pages, together, seen = Pages(monkeypatch), threading.Barrier(3, timeout=60), list[int]()
+
+    def populate(address: int, length: int, advice: int) -> int:
+        assert pages.locked == []
+        pages.populated.append((address, length))
+        if threading.get_ident() not in seen:
+            seen.append(threading.get_ident())
+            together.wait()
+        return 0
+
+    monkeypatch.setattr(mapped_slot_module, "fault_threads", lambda: 3)
+    monkeypatch.setattr(mapped_slot_module, "advise", populate)
+    monkeypatch.setattr(mapped_slot_module, "_PIECE", 1 << 16)
+    slot.populate(CUDA)
+    start, length = pages.locked[0]
+    assert sorted(pages.populated) == [
+        (start + at, min(1 << 16, length - at)) for at in range(0, length, 1 << 16)
+    ]
+    assert len(seen) == 3
+    slot.forget()
+
+
+@pytest.mark.parametrize(("cpus", "threads"), [(1, 1), (8, 2), (17, 4), (128, 4)])
+def test_slots_are_faulted_in_on_a_quarter_of_the_cpus_and_on_four_at_most(
+    monkeypatch: pytest.MonkeyPatch, cpus: int, threads: int
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cpus)))
+    assert mapped_slot_module.fault_threads() == threads
 
 
 def test_memory_that_cannot_be_faulted_in_can_still_be_used(

@@ -9,6 +9,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from ckptd.agent.copy import replica_check
 from ckptd.agent.copy.replica_check import ReplicaCheck
 from ckptd.agent.plan.kept_plan import PlanInUse, Shared
 from ckptd.agent.plan.layout import layout_of, plan_locally
@@ -72,3 +73,27 @@ def test_the_turn_of_a_range_follows_from_the_last_two_steps(
     for step in (5, 10, 21):
         check.begin(found(), step, never)
     assert taken == [(5, -1), (10, 5), (21, 10)]
+
+
+def test_a_full_device_is_not_compared_and_this_is_said_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    check, room, taken = used(10, SHARED), [False], [0]
+    samples = check._samples
+    assert samples is not None
+
+    def take(*_: object) -> None:
+        taken[0] += 1
+        if not room[0]:
+            raise torch.OutOfMemoryError("full")
+
+    monkeypatch.setattr(samples, "take", take)
+    monkeypatch.setattr(replica_check, "has_room", lambda device, length: room[0])
+    monkeypatch.setattr(type(samples), "devices", [torch.device("cuda", 0)])
+    assert [check.begin(found(), step, never) for step in range(3)] == [None] * 3
+    # torch gives back all memory that it keeps for the training before it raises.
+    assert (check.skipped, taken) == (3, [1])
+    assert caplog.text.count("is not compared with the other ranks") == 1
+    room[0] = True
+    assert check.begin(found(), 3, never) is not None
+    assert (check.skipped, taken) == (3, [2])

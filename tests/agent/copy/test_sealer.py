@@ -22,6 +22,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from ckptd.agent import Agent, Checkpoint
 from ckptd.agent.copy import mapped_slot
+from ckptd.agent.copy import sealer as sealer_module
 from ckptd.agent.copy.fences import Fences, Transfer
 from ckptd.agent.copy.lanes import Mark
 from ckptd.agent.copy.sealer import Sealer
@@ -403,3 +404,36 @@ made.later("b", hung(), lambda: print("sealed"), print)
     )
     assert ended.stdout == "sealed\n"
     assert "have not ended within 0.1 s, and the process ends without" in ended.stderr
+
+
+def test_the_memory_of_a_lane_is_made_before_the_first_copy(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Later, the training may have filled the device."""
+    prepared: list[int | None] = []
+
+    class PreparedLane(FakeLane):
+        def __init__(self, device: torch.device) -> None:
+            super().__init__(Device())
+            self.index = device.index
+
+        def prepare(self) -> None:
+            prepared.append(self.index)
+
+    monkeypatch.setattr(sealer_module, "StreamLane", PreparedLane)
+    made, second = Sealer(), torch.device("cuda", 1)
+    for device in (second, second, torch.device("xpu", 0)):
+        made.prepare(device)
+    assert (prepared, made._fences) == ([1], None)
+    lane = made._prepared[second]
+    made.carry([], [], [])
+    made.prepare(torch.device("cuda", 0))
+    assert prepared == [1]
+    assert made._fences is not None
+    assert made._fences._lane(second) is lane
+    made.close()
+    capturing = Sealer()
+    monkeypatch.setattr(sealer_module, "capturing", lambda: True)
+    capturing.prepare(second)
+    assert prepared == [1]
+    capturing.close()

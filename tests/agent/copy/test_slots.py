@@ -157,7 +157,7 @@ def test_slots_are_dropped_though_the_driver_does_not_unlock_them(
     assert slots.ensure(10, FAR)
     answers, slot = threading.Event(), slots.get(slots.names[0])
     monkeypatch.setattr(slots_module, "UNLOCK_SECONDS", 0.01)
-    slot._unlock = lambda: answers.wait(60)
+    slot._unlocks.append(lambda: answers.wait(60))
     slots.drop()
     assert (slots.names, [descriptor.closed for descriptor in client.given]) == ([], [True] * 4)
     assert slot.data.numel()  # still mapped
@@ -335,6 +335,39 @@ def test_slots_for_the_cpu_are_replaced_for_copies_from_a_device(
     assert slots.fit(10, CUDA)
     slots.wait()
     assert locked == [None] * 2 + [CUDA] * 4
+
+
+def test_the_first_slot_is_ready_before_the_second_is_faulted_in(
+    client: FakeClient, slots: MappedSlots, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A snapshot need not wait for both."""
+    seen: list[Any] = []
+
+    def populate(slot: MappedSlot, device: object) -> None:
+        seen.append((slot.name, [slots.get(name).ready.is_set() for name in slots.names]))
+
+    monkeypatch.setattr(MappedSlot, "populate", populate)
+    assert slots.ensure(10, FAR, CUDA)
+    slots.wait()
+    assert seen == [("0.seg", [False, False]), ("1.seg", [True, False])]
+    assert [slots.get(name).ready.is_set() for name in slots.names] == [True, True]
+
+
+def test_no_snapshot_waits_for_slots_whose_preparation_has_ended(
+    client: FakeClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: dict[str, MappedSlot] = {}
+    preparation = Preparation(cast(Client, client), 10, 2, made, device=CUDA)
+
+    def broken(slot: MappedSlot, device: object) -> None:
+        raise RuntimeError("the device is lost")
+
+    monkeypatch.setattr(MappedSlot, "populate", broken)
+    with pytest.raises(RuntimeError, match="is lost"):
+        preparation._run()
+    assert [slot.ready.is_set() for slot in made.values()] == [True, True]
+    for slot in made.values():
+        slot.forget()
 
 
 def test_a_slot_that_the_device_would_not_write_to_is_dropped(

@@ -10,14 +10,18 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, cast
 
 import pytest
+import torch
 
+from ckptd.agent.copy.slots import MappedSlots
 from ckptd.agent.handover.handover import Handover, Handovers
 from ckptd.agent.link.client import Call, Client
 from ckptd.agent.pending import PendingSnapshot
+from ckptd.agent.threads.flag import Flag
 from ckptd.shared.errors import CkptdError, DaemonUnreachable, SnapshotFailed
 from ckptd.shared.formats.segment import SlotState
 from ckptd.shared.wire import messages as m
 from ckptd.shared.wire.lifecycle import Event
+from tests.support.daemons import until
 
 
 class Daemon:
@@ -63,6 +67,7 @@ class FakeSlot:
     def __init__(self, name: str, capacity: int = 1000) -> None:
         self.name, self.capacity, self.header = name, capacity, self
         self.state, self.step, self.attempt = SlotState.FREE, cast(int | None, None), 1
+        self.ready, self.unlocked = Flag(), 3
 
     def begin(self, step: int) -> None:
         self.state, self.step = SlotState.FILLING, step
@@ -113,6 +118,33 @@ def test_a_slot_is_given_back_once_the_copies_into_it_are_over(
     monkeypatch.setattr(world.all.sealer, "drain", lambda: over)
     world.all.end(handover)
     assert (("abandon", ("a", 1, "")) in world.daemon.said()) is over
+
+
+@pytest.mark.parametrize(("seconds", "locked"), [(60, True), (0, False)])
+def test_a_slot_for_an_accelerator_is_waited_for_until_it_is_locked_or_the_budget_is_over(
+    monkeypatch: pytest.MonkeyPatch, seconds: float, locked: bool
+) -> None:
+    """A copy into memory that is not locked holds the training for seconds, too."""
+    world, seen = World(granted("a")), list[bool]()
+    monkeypatch.setattr(MappedSlots, "_will_do", lambda *_: True)
+    ready = world.slots["a"].ready
+    handover = world.open(1)
+    handover.reserve(100, time.monotonic() + seconds, torch.device("cuda", 0))
+    with ThreadPoolExecutor(1) as pool:
+        acquired = pool.submit(handover.acquire)
+        if locked:
+            until(lambda: ready._waiters._asleep or acquired.done(), "wait")
+            seen.append(acquired.done())
+            ready.set()
+        assert acquired.result(60).name == "a"
+    assert (seen, ready.is_set()) == ([False] * locked, locked)
+    assert handover.pending.unlocked == 3
+
+
+def test_a_slot_for_the_cpu_is_used_while_it_is_faulted_in() -> None:
+    world = World(granted("a"))
+    handover = world.filled(1)
+    assert (world.slots["a"].ready.is_set(), handover.pending.unlocked) == (False, 0)
 
 
 def test_a_slot_is_acquired_and_sealed() -> None:

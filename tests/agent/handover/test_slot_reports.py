@@ -44,11 +44,17 @@ class World:
 
 def test_a_seal_names_its_segment_and_step() -> None:
     one = sealed(5, "a.seg")
+    one.unlocked = 77
     world = World(one)
     world.seals.hand_over(one)
     assert [request for request, _ in world.wire.posted] == [
-        m.Seal(id=0, segment="a.seg", attempt=1, step=5)
+        m.Seal(id=0, segment="a.seg", attempt=1, step=5, unlocked=77)
     ]
+    one.uncompared = True
+    world.seals.hand_over(one)
+    assert world.wire.posted[1][0] == m.Seal(
+        id=1, segment="a.seg", attempt=1, step=5, uncompared=True, unlocked=77
+    )
 
 
 @pytest.mark.parametrize(

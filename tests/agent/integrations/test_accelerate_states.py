@@ -23,7 +23,7 @@ import torch
 from ckptd.agent import Agent, Checkpoint
 from ckptd.integrations.accelerate import attach
 from ckptd.integrations.accelerate_states import loader_state, set_loader_state
-from ckptd.shared.errors import InvalidRequest, NotFound
+from ckptd.shared.errors import IntegrityError, InvalidRequest, NotFound
 from tests.support.accelerate_training import STEPS, Training
 from tests.support.daemons import Daemon
 
@@ -192,12 +192,61 @@ def test_automatic_names_count_on(agents: Any, tmp_path: Path) -> None:
     second.accelerator.load_state()
     assert second.accelerator.save_iteration == 11
     (places / "checkpoint_11").mkdir()
+    (places / "checkpoint_11" / "notes").touch()
     with pytest.raises(InvalidRequest, match="checkpoint_11 exists already, and ckptd has not"):
         second.accelerator.save_state()
     assert second.accelerator.save_iteration == 11
-    (places / "checkpoint_11").rmdir()
+    (places / "checkpoint_11" / "notes").unlink()
     second.accelerator.save_state()
     assert sorted(one.name for one in places.iterdir()) == ["checkpoint_10", "checkpoint_11"]
+
+
+def test_a_directory_whose_save_was_killed_is_passed_over_and_used_again(
+    agents: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from accelerate.utils import ProjectConfiguration
+
+    def life() -> Training:
+        project = ProjectConfiguration(
+            str(tmp_path), automatic_checkpoint_naming=True, total_limit=1
+        )
+        training = Training(project_config=project).prepare()
+        attach(training.accelerator, save_state=True, agent=agents())
+        return training
+
+    places = tmp_path / "checkpoints"
+    life().accelerator.save_state()
+    for owner, name in ((Path, "mkdir"), (Path, "touch"), (os, "fsync")):
+        training = life()
+        training.accelerator.load_state()
+
+        original = getattr(owner, name)
+
+        def end(at: Any, *arguments: Any, call: Any = original, **options: Any) -> None:
+            call(at, *arguments, **options)
+            if type(at) is int or places in at.parents:
+                raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, end)
+            with pytest.raises(KeyboardInterrupt):
+                training.accelerator.save_state()
+        assert (places / "checkpoint_0" / "ckptd.json").exists(), "the limit keeps the last one"
+        with pytest.raises(NotFound, match="checkpoint_1 refers to no snapshot, because"):
+            training.accelerator.load_state(places / "checkpoint_1")
+    training = life()
+    training.accelerator.load_state()
+    assert training.accelerator.save_state() == places / "checkpoint_1"
+    assert [one.name for one in places.iterdir()] == ["checkpoint_1"]
+
+
+@pytest.mark.parametrize("text", ["", "{", "7", "{}", '{"job": "job", "attempt": 1, "step": null}'])
+def test_a_damaged_reference_is_named(agents: Any, tmp_path: Path, text: str) -> None:
+    training = Training().prepare()
+    attach(training.accelerator, save_state=True, agent=agents())
+    (tmp_path / "ckptd.json").write_text(text)
+    with pytest.raises(IntegrityError, match=r"ckptd\.json is damaged: delete its directory"):
+        training.accelerator.load_state(tmp_path)
 
 
 def test_a_directory_of_accelerate_itself_is_loaded(agents: Any, tmp_path: Path) -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ckptd.agent.plan import layout as layout_module
 from ckptd.agent.plan.layout import (
@@ -15,6 +18,7 @@ from ckptd.agent.plan.layout import (
     layout_of,
     memory,
     plan_locally,
+    weigh,
 )
 from ckptd.agent.state.dtypes import dtype_name
 from ckptd.shared.errors import UnsavableValue
@@ -216,3 +220,30 @@ def test_memory_is_written_in_place() -> None:
     memory(tensor, 2)[:] = b"\x01\x02"
     assert tensor.tolist() == [1, 2, 0, 0]
     assert bytes(memory(tensor, 0)) == b""
+
+
+@pytest.mark.parametrize("length", [0, 1, 999, 1000, 3456])
+def test_the_digest_of_an_accelerator_needs_little_memory(
+    monkeypatch: pytest.MonkeyPatch, length: int
+) -> None:
+    """It is the same for pieces of every length."""
+    torch.manual_seed(0)
+    data = torch.randint(0, 256, (length,), dtype=torch.uint8)
+    places = torch.arange(length) * 2 + 1
+    expected = int(((data.long() + 1) * places * places).sum())
+    assert int(weigh(data)) == expected
+    monkeypatch.setattr(layout_module, "_DIGESTED", 1000)
+    largest = [0]
+
+    class Sizes(TorchDispatchMode):
+        def __torch_dispatch__(
+            self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            result = function(*args, **(kwargs or {}))
+            if isinstance(result, torch.Tensor):
+                largest[0] = max(largest[0], result.untyped_storage().nbytes())
+            return result
+
+    with Sizes():
+        assert int(weigh(data)) == expected
+    assert largest[0] <= 8000

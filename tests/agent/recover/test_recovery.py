@@ -7,6 +7,7 @@ from __future__ import annotations
 import dataclasses
 import errno
 import math
+import os
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -765,14 +766,16 @@ def test_damage_in_storage_is_passed_over(root: Path, damage: str) -> None:
     assert (found.step, len(found.passed_over), state["w"].tolist()) == (1, 1, [1.0] * 4)
 
 
-def test_a_shortage_of_this_machine_is_no_damage(
-    root: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("problem", [errno.EMFILE, errno.EACCES, errno.EPERM])
+def test_a_shortage_of_this_machine_or_a_lack_of_permission_is_no_damage(
+    root: Path, monkeypatch: pytest.MonkeyPatch, problem: int
 ) -> None:
-    def run_out(*_: Any, **__: Any) -> None:
-        raise OSError(errno.EMFILE, "Too many open files")
+    def fail(*_: Any, **__: Any) -> None:
+        raise OSError(problem, os.strerror(problem))
 
-    monkeypatch.setattr(loading, "open_checkpoint", run_out)
-    with pytest.raises(StorageError, match=r"cannot read gpt/step-00000002\.a0001: .*open files"):
+    monkeypatch.setattr(loading, "open_checkpoint", fail)
+    reason = os.strerror(problem)
+    with pytest.raises(StorageError, match=rf"cannot read gpt/step-00000002\.a0001: {reason}"):
         recover(FakeClient(candidate(2), candidate(1), root=root), {"w": torch.zeros(4)})
 
 
@@ -796,13 +799,13 @@ def test_damage_that_the_load_finds_leaves_no_value_of_that_checkpoint(
     """The tensors of an older one overwrite all that was written before."""
     steps: list[int] = []
 
-    def fail_first(saved: Any, destinations: dict[str, torch.Tensor]) -> int:
+    def fail_first(saved: Any, destinations: dict[str, torch.Tensor], **options: Any) -> int:
         steps.append(1)
         for tensor in destinations.values():
             tensor.fill_(len(steps) * 100.0)
         if len(steps) == 1:
             raise IntegrityError("chunk 0 does not match its checksum")
-        return load(saved, destinations)
+        return load(saved, destinations, **options)
 
     monkeypatch.setattr(loading, "load", fail_first)
     state = {"w": torch.zeros(4)}

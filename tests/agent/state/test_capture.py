@@ -187,6 +187,13 @@ def test_a_state_that_a_reader_would_refuse_for_its_size_is_refused_whatever_was
     decode(values_document(captured, rng=True))
 
 
+def test_a_tensor_that_becomes_sparse_is_taken_apart_as_at_the_first_snapshot() -> None:
+    habits = Habits()
+    for now in ({"a": torch.ones(2)}, {"a": torch.ones(2).to_sparse()}):
+        for state in ({"x": now}, {"x": {"inner": now}}):
+            assert capture(state, habits=habits).tensors.keys() == capture(state).tensors.keys()
+
+
 @each_case(
     ("tensor", "problem"),
     [

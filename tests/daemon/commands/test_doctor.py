@@ -57,10 +57,24 @@ def test_the_limit_of_open_files_is_checked(
     assert words in check.message
 
 
-def test_the_limit_of_locked_memory_is_checked() -> None:
-    assert doctor.check_locked_memory(resource.RLIM_INFINITY).level == OK
-    check = doctor.check_locked_memory(8 << 20)
-    assert (check.level, check.values) == (WARNING, {"limit": 8 << 20})
+def test_the_limit_of_locked_memory_is_a_warning_only_where_a_driver_may_check_it(
+    tmp_path: Path,
+) -> None:
+    assert doctor.check_locked_memory(resource.RLIM_INFINITY, tmp_path).level == OK
+    for amd, level in ((tmp_path / "none", OK), (tmp_path, WARNING)):
+        check = doctor.check_locked_memory(8 << 20, amd)
+        assert (check.level, check.values) == (level, {"limit": 8 << 20})
+        assert ("LimitMEMLOCK" in check.message) == (level == WARNING)
+
+
+def test_doctor_says_on_which_gpu_the_copies_were_tried() -> None:
+    (results,) = Path("benchmarks/results").glob("*-gpu-*.md")
+    check, text = doctor.accelerators(), results.read_text()
+    assert check.level == OK
+    assert check.values["tried_on"] in check.message
+    for words in ("one NVIDIA H200", "driver 580.159.04", "torch 2.11", "2026-11-28"):
+        assert words in doctor.TRIED_ON
+        assert words.lower() in text.lower()
 
 
 def test_a_user_whose_slots_logind_deletes_is_warned() -> None:

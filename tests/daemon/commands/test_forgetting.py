@@ -22,7 +22,7 @@ import torch
 from ckptd.agent import Agent, BestN, Checkpoint, EveryNSteps, LatestN, PreserveAll
 from ckptd.daemon.commands import forgetting
 from ckptd.shared import names
-from ckptd.shared.errors import InvalidRequest, NotFound, StorageError
+from ckptd.shared.errors import IntegrityError, InvalidRequest, NotFound, StorageError
 from ckptd.shared.formats.segment import read_header
 from ckptd.shared.storage import locks
 from ckptd.shared.storage.locate import open_root
@@ -245,6 +245,21 @@ def test_a_damaged_checkpoint_can_be_forgotten(place: Home, socket: list[Any]) -
         == "gpt/step-00000002.a0001: deleted\n"
     )
     assert not manifest.parent.exists()
+
+
+def test_no_checkpoint_is_deleted_in_favour_of_one_whose_file_is_missing(tmp_path: Path) -> None:
+    """Its manifest is intact, and it would be the only one that is left."""
+    for step in (1, 2):
+        write_checkpoint(tmp_path, step=step)
+    (gone,) = (tmp_path / "gpt" / tag(2, 2)).glob("rank-*")
+    gone.unlink()
+    with pytest.raises(
+        IntegrityError,
+        match=f"nothing was deleted, because gpt/{tag(2, 2)}, which would be kept, lacks its file "
+        f"{gone.name}: .* `ckptd forget {tmp_path}/gpt/{tag(2, 2)}`",
+    ):
+        forgetting.planned(tmp_path / "gpt", [LatestN(1)])
+    assert forgetting.planned(tmp_path / "gpt", [LatestN(2)]).rows == []
 
 
 def test_forget_leaves_files_of_other_programs(place: Home, socket: list[Any]) -> None:

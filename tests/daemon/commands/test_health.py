@@ -153,6 +153,21 @@ def test_every_warning_of_little_room_begins_with_the_same_number(room: int) -> 
     assert f"ckptd_room_checkpoints < {LITTLE_ROOM}\n" in alerts.read_text()
 
 
+@pytest.mark.parametrize(("unlocked", "told"), [(0, False), (12_000_000_000, True)])
+def test_status_tells_of_slots_that_are_not_page_locked(unlocked: int, told: bool) -> None:
+    files = {"accepting_paused": None, "used": 25, "limit": 1024, "clients": 2, "clients_fit": 256}
+    memory = {"used_bytes": 10, "quota_bytes": 100, "segments": 2}
+    text = status_text(
+        status_report(
+            job_report(unlocked_bytes=unlocked),
+            descriptors=files,
+            shared_memory=memory,
+            private=False,
+        )
+    )
+    assert ("NOT LOCKED" in text, "12.0 GB of its slots" in text) == (told, told)
+
+
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
@@ -187,6 +202,16 @@ def test_each_problem_is_one_printable_line() -> None:
         "gpt/step-00000003.a0001 is damaged: its\\x1b manifest\\nis cut short. recover() passes it "
         "over: look at the disk, then delete it with `ckptd forget`",
     ]
+
+
+def test_a_checkpoint_that_this_user_may_not_read_is_a_problem_and_nothing_to_delete() -> None:
+    why = "cannot read the manifest of gpt/step-00000003.a0001: Permission denied"
+    report = CLOCK.report(CLOCK.job(denied={"step-00000003.a0001": why}))
+    (problem,) = health.problems(report)
+    assert (problem.what, problem.message) == (
+        "denied",
+        f"job gpt: {why}. recover() goes back to no older checkpoint meanwhile",
+    )
 
 
 def test_a_trainer_that_is_refused_is_a_problem() -> None:

@@ -270,6 +270,16 @@ def test_an_attempt_that_another_daemon_has_claimed_ends_and_its_memory_is_freed
     assert (ranks.job.snapshots, ranks.core.segments.slots) == ([], {})
 
 
+def test_a_seal_that_is_reported_again_counts_once_as_not_compared(ranks: ConnectedRanks) -> None:
+    for rank, uncompared in ((0, True), (1, False)):
+        owner, slot = ranks.owner(ranks.clients[rank]), ranks.grant(rank, 5)
+        ranks.write_seal(slot, 5)
+        for _ in range(2):
+            engine = ranks.core.engine
+            ranks.core.run(engine.seal(owner, slot.name, 1, 5, uncompared=uncompared))
+    assert ranks.core.engine._saver.counters["uncompared"] == 1
+
+
 def test_a_seal_that_is_reported_again_counts_its_stall_once(ranks: ConnectedRanks) -> None:
     for rank, held in ((0, 0.25), (1, 0.0)):
         owner, slot = ranks.owner(ranks.clients[rank]), ranks.grant(rank, 5)
@@ -278,6 +288,18 @@ def test_a_seal_that_is_reported_again_counts_its_stall_once(ranks: ConnectedRan
             ranks.core.run(ranks.core.engine.seal(owner, slot.name, 1, 5, held))
     found = ranks.core.engine._saver.stalls.distribution()
     assert (sum(found.counts), found.seconds) == (1, 0.25), "0.0 means that it is not known"
+
+
+def test_the_newest_seal_of_a_rank_says_how_much_of_its_slot_is_not_locked(
+    ranks: ConnectedRanks,
+) -> None:
+    for rank, unlocked in ((0, 7), (1, 5)):
+        owner, slot = ranks.owner(ranks.clients[rank]), ranks.grant(rank, 5)
+        ranks.write_seal(slot, 5)
+        ranks.core.run(ranks.core.engine.seal(owner, slot.name, 1, 5, unlocked=unlocked))
+    assert ranks.job.ranks.unlocked == 12
+    ranks.owner(ranks.clients[0]).notify = None
+    assert ranks.job.ranks.unlocked == 5
 
 
 def test_larger_slots_take_back_what_was_granted_and_not_sealed(ranks: ConnectedRanks) -> None:

@@ -174,6 +174,19 @@ def test_stop_that_does_not_wait_longer_says_what_is_in_memory_only_until_then(p
 
 
 @pytest.mark.usefixtures("processes")
+def test_a_terminal_that_closes_ends_the_daemon_once_all_is_saved(place: Home) -> None:
+    """The kernel and the shell may each send SIGHUP: the second one is no further request."""
+    with running(place, failpoints="persist.writing=sleep(1)", forked=True) as daemon:
+        agent = sealed(place, 8)
+        for _ in range(2):
+            daemon.process.send_signal(signal.SIGHUP)
+            until(lambda: "stopping: saving" in place.log_text(), "the answer to the signal")
+        assert daemon.died() == 0
+        vanish(agent)
+    assert (place.root / "gpt" / "step-00000008.a0001" / "manifest.json").exists()
+
+
+@pytest.mark.usefixtures("processes")
 def test_the_line_at_the_signal_names_what_is_being_saved(place: Home) -> None:
     """After TimeoutStopSec systemd kills the daemon, which can say nothing then."""
     with running(place, forked=True) as daemon:

@@ -17,7 +17,7 @@ from ckptd.shared import __version__
 DOCS = Path(__file__).parents[3] / "docs"
 FIGURES = DaemonFigures(
     jobs=(
-        JobFigures("gpt", 3, 30, 1.7e9 + 0.25, 7, 2, 1, 5, 3, 40, 1),
+        JobFigures("gpt", 3, 30, 1.7e9 + 0.25, 7, 2, 1, 5, 3, 40, 1, 60),
         JobFigures('odd "name"\\\n', 1, None, None, None, 0, 0),
         JobFigures("new"),
     ),
@@ -25,6 +25,7 @@ FIGURES = DaemonFigures(
     snapshots={"durable": 5, "failed": 2, "skipped": 1},
     sealed=8,
     verify_failures=1,
+    uncompared=6,
     stalls=Distribution((0.1, 1.0), (4, 0, 2), 12.5),
     saves=Distribution((1.0,), (5, 0), 2.5),
     persisted={"raw": 1 << 40, "stored": 7},
@@ -90,6 +91,7 @@ def test_the_figures_of_the_daemon(board: MetricsBoard) -> None:
         ("ckptd_recovery_seconds_sum", ()): 9.5,
         ("ckptd_pending_bytes", ()): 100,
         ("ckptd_verify_failures_total", ()): 1,
+        ("ckptd_uncompared_snapshots_total", ()): 6,
         ("ckptd_shm_used_bytes", ()): 200,
         ("ckptd_replica_bytes", ()): 60,
         ("ckptd_disk_free_bytes", ()): 300,
@@ -115,6 +117,8 @@ def test_the_figures_of_the_jobs_and_none_for_what_is_not_known(board: MetricsBo
         ("ckptd_non_finite_values", "gpt"): 5,
         ("ckptd_last_durable_chain", "gpt"): 3,
         ("ckptd_last_replicated_step", "gpt"): 40, ("ckptd_replicas_off", "gpt"): 1,
+        ("ckptd_unlocked_bytes", "gpt"): 60, ("ckptd_unlocked_bytes", odd): 0,
+        ("ckptd_unlocked_bytes", "new"): 0,
         ("ckptd_room_checkpoints", "gpt"): 7, ("ckptd_ranks_connected", "gpt"): 2,
         ("ckptd_ranks_connected", odd): 0, ("ckptd_ranks_connected", "new"): 0,
     }  # fmt: skip

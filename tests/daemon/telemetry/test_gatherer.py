@@ -44,7 +44,7 @@ def commit(job: Job, step: int, **others: Any) -> StoredCheckpoint:
 
 def connect(job: Job, *notify: object) -> None:
     for rank, each in enumerate(notify):
-        job.ranks.owners[rank] = cast(Any, SimpleNamespace(notify=each))
+        job.ranks.owners[rank] = cast(Any, SimpleNamespace(notify=each, unlocked=50 + rank))
 
 
 def hold(parts: Any, job: Job, step: int, size: int, state: SnapshotState) -> Snapshot:
@@ -86,11 +86,11 @@ def test_the_figures_of_a_job(parts: Any) -> None:
     connect(job, None, print, print)
     job.damaged["x"] = "why"
     assert Gatherer(parts).figures(105).jobs == (
-        JobFigures("gpt", 2, 20, 2000.0, 10, 2, 1, chain=0),
+        JobFigures("gpt", 2, 20, 2000.0, 10, 2, 1, chain=0, unlocked=103),
     )
     commit(job, 30, non_finite=4, chain=3)
     assert Gatherer(parts).figures(None).jobs == (
-        JobFigures("gpt", 3, 30, None, None, 2, 1, 4, chain=3),
+        JobFigures("gpt", 3, 30, None, None, 2, 1, 4, chain=3, unlocked=103),
     )
 
 

@@ -99,6 +99,18 @@ def test_a_lock_that_only_another_user_may_read_is_not_taken_for_none(
         holder_of(tmp_path)
 
 
+def test_a_root_of_ones_own_without_its_mode_is_not_taken_for_that_of_another_user(
+    lock: Descriptor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> int:
+        raise PermissionError
+
+    monkeypatch.setattr(os, "open", refuse)
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != tmp_path.resolve())
+    with pytest.raises(Forbidden, match=f"search {tmp_path.resolve()}, .* `chmod u[+]rwx "):
+        holder_of(tmp_path)
+
+
 def test_the_lock_of_a_root_in_an_object_store_is_local(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
