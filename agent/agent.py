@@ -636,9 +636,11 @@ class Agent:
         """Make the newest snapshot durable, even one with `persist=False`, then free
         the slots. Does nothing if the agent is closed.
 
-        timeout: seconds to wait for the save, 600 by default. On several ranks the save
-        begins once every step that this rank has sealed is sealed by the other ranks
-        too, or has failed.
+        timeout: seconds to wait for copies from accelerators, and then again for the
+        save, 600 by default. On several ranks the save begins once every step that this
+        rank has sealed is sealed by the other ranks too, or has failed. If copies take
+        longer, for example because the device hangs, their snapshot is lost, and the
+        one that was sealed before is saved once this process has ended.
 
         Raises SnapshotFailed if the snapshot could not be saved, or if snapshots were
         asked for and none of them was sealed. Raises Fenced if a newer attempt of the
