@@ -34,6 +34,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
 
 from ckptd.agent.advice import Advice
+from ckptd.agent.copy.lanes import CAPTURED, capturing
 from ckptd.agent.copy.mapped_slot import Documents, document_offsets
 from ckptd.agent.copy.replica_check import ReplicaCheck
 from ckptd.agent.dcp.planner_rounds import plan_save
@@ -332,6 +333,8 @@ class Agent:
                     check_choice("on_error", on_error, OnError)
                     check_choice("unsavable", unsavable, Unsavable)
                     pending.unsaved = {} if unsavable == "skip" else None
+                    if capturing():
+                        raise InvalidRequest(CAPTURED)
                     self._snapshot(handover, state, request, on_busy, rng)
                 except CkptdError as error:
                     link.handovers.fail(pending, error)

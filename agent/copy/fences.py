@@ -27,8 +27,8 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from ckptd.agent.copy.lanes import Lane, Mark, StreamLane, capturing
-from ckptd.shared.errors import SnapshotFailed
+from ckptd.agent.copy.lanes import CAPTURED, Lane, Mark, StreamLane, capturing
+from ckptd.shared.errors import InvalidRequest, SnapshotFailed
 
 log = logging.getLogger("ckptd.agent")
 
@@ -104,7 +104,11 @@ class Fences:
         `modules` are the modules in the state: loading a state dict into one of them
         waits for the late copies. `captured` are the tensors of the state, which
         include the DTensors whose local tensors are among the sources.
+
+        Raises InvalidRequest while the caller's stream is captured into a graph.
         """
+        if self._capturing():
+            raise InvalidRequest(CAPTURED)
         transfer = Transfer(sources=list(sources))
         owned = self._owned() if self._may_wait else set()
         by_device: dict[torch.device, tuple[list[int], list[int]]] = defaultdict(lambda: ([], []))

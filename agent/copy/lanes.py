@@ -33,6 +33,10 @@ _SPARE = 4 << 20  # bytes that must be free beside a new buffer, as torch rounds
 LOCKED = 64 << 30  # bytes of a slot's data that are locked at once, at most
 _ALIGNED = 16  # bytes that a thread of the device reads or writes at once
 _RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
+CAPTURED = (
+    "a CUDA graph is being captured on this thread, and the copies of a snapshot cannot be a part "
+    "of the graph: take the snapshot before or after the capture"
+)
 _PORTABLE = 1  # cudaHostRegisterPortable: locked for every device's context
 _NO_MEMORY = 2  # cudaErrorMemoryAllocation
 _REGISTERED = 712  # cudaErrorHostMemoryAlreadyRegistered
@@ -242,8 +246,11 @@ def has_room(device: torch.device, length: int) -> bool:
 
 
 def capturing() -> bool:
-    """Return True if the caller's stream is being captured into a graph."""
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+    """Return True if the caller's stream is being captured into a graph. Initializes no
+    device.
+    """
+    initialized = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    return initialized and torch.cuda.is_current_stream_capturing()
 
 
 def groups(

@@ -19,7 +19,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from ckptd.agent.copy.fences import Fences
 from ckptd.agent.copy.lanes import GATHERED, SMALL, Mark, groups
 from ckptd.agent.plan.structure import local_part
-from ckptd.shared.errors import SnapshotFailed
+from ckptd.shared.errors import InvalidRequest, SnapshotFailed
 from tests.oracle.tensors import EightBit
 
 Operation = Callable[[], object]
@@ -365,6 +365,21 @@ def test_an_optimizer_that_steps_in_a_graph_is_copied_at_once(device: Device) ->
     capturing = False
     assert fences.start([torch.empty(4)], [parameter], []).late == []
     fences.close()
+
+
+def test_no_copy_begins_while_a_graph_is_captured(fences: Fences, device: Device) -> None:
+    fences._capturing = lambda: True
+    with pytest.raises(InvalidRequest, match="a CUDA graph is being captured on this thread"):
+        fences.start([torch.empty(4)], [torch.ones(4)], [])
+    assert device.side.operations == []
+
+
+def test_everything_is_done_once_every_copy_is(fences: Fences, device: Device) -> None:
+    fences.start([torch.empty(4)], [torch.ones(4)], [])
+    everything = fences.everything()
+    assert not everything.done()
+    device.run(device.side)
+    assert everything.done()
 
 
 def test_an_optimizer_that_could_step_in_a_graph_is_copied_at_once(

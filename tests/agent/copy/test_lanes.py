@@ -345,3 +345,12 @@ def test_unlocking_pages_that_are_not_locked_is_ignored(
     runtime(monkeypatch, 1)
     lanes.unlock_pages(4096, THIRD)
     assert "could not be unlocked: CUDA error 1, text of 1" in caplog.text
+
+
+def test_asking_whether_a_graph_is_captured_initializes_no_device(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert not lanes.capturing()

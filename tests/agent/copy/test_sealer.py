@@ -28,7 +28,7 @@ from ckptd.agent.copy.lanes import Mark
 from ckptd.agent.copy.sealer import Sealer
 from ckptd.agent.plan.kept_plan import KeptPlan, PlanInUse
 from ckptd.agent.plan.layout import Layout
-from ckptd.shared.errors import CkptdError, SnapshotFailed
+from ckptd.shared.errors import CkptdError, InvalidRequest, SnapshotFailed
 from ckptd.shared.formats.plan import signature
 from tests.agent.copy.test_fences import Device, FakeLane, FakeMark, mesh, stepped
 from tests.support.daemons import Daemon
@@ -188,6 +188,24 @@ def test_recover_waits_for_the_copies_and_counts_the_step(agent: Agent, device: 
     assert torch.equal(state["w"], torch.full((10,), float(recovered.step)))
     assert agent.attempt == (1 if recovered.step == 2 else 2)
     agent.snapshot({"w": torch.full((10,), 3.0)}, step=3).wait("durable", timeout=60)
+
+
+def test_a_snapshot_while_a_graph_is_captured_is_refused_before_the_state_is_read(
+    agent: Agent, device: Gated, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Unread:
+        def state_dict(self) -> dict[str, Any]:
+            raise AssertionError("reads the state")
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            raise AssertionError
+
+    with monkeypatch.context() as patched:
+        patched.setattr("ckptd.agent.agent.capturing", lambda: True)
+        with pytest.raises(InvalidRequest, match="a CUDA graph is being captured on this thread"):
+            agent.snapshot({"x": Unread()}, step=1, on_error="raise")
+    device.gate.set()
+    agent.snapshot({"w": torch.zeros(10)}, step=2).wait("sealed", timeout=60)
 
 
 def test_a_torn_copy_fails_only_its_snapshot(
