@@ -54,7 +54,8 @@ class Sealer:
         self._prepared: dict[torch.device, Lane] = {}
         self._seals: list[_Seal] = []  # the first of them is under way
         self._changed = Waiters()
-        self._started, self._over, self._stopped = threading.Lock(), Flag(), False
+        self._started, self._over = threading.Lock(), Flag()
+        self._stopped = False
 
     def prepare(self, device: torch.device) -> None:
         """Make the lane of a device, with its memory on the device.

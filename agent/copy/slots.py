@@ -45,7 +45,7 @@ class MappedSlots:
     larger one replaces, before the slot is forgotten.
     """
 
-    def __init__(self, client: Client, wait_for_copies: Callable[[], None]) -> None:
+    def __init__(self, client: Client, wait_for_copies: Callable[[], object]) -> None:
         """Start without slots.
 
         `wait_for_copies` is called before slots are replaced, and returns once no copy into a
