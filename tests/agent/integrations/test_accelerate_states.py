@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -170,17 +171,19 @@ def test_options_of_a_snapshot_are_passed_on(agents: Any, daemon: Daemon) -> Non
     assert Checkpoint.open(daemon.home.root / "job", "best").metrics == {"loss": 0.5}
 
 
-def test_automatic_names_count_on(agents: Any, tmp_path: Path) -> None:
+def life_with_automatic_names(agents: Any, directory: Path, limit: int) -> Training:
     from accelerate.utils import ProjectConfiguration
 
-    def life() -> Training:
-        project = ProjectConfiguration(
-            str(tmp_path), automatic_checkpoint_naming=True, total_limit=2
-        )
-        training = Training(project_config=project).prepare()
-        attach(training.accelerator, save_state=True, agent=agents())
-        return training
+    project = ProjectConfiguration(
+        str(directory), automatic_checkpoint_naming=True, total_limit=limit
+    )
+    training = Training(project_config=project).prepare()
+    attach(training.accelerator, save_state=True, agent=agents())
+    return training
 
+
+def test_automatic_names_count_on(agents: Any, tmp_path: Path) -> None:
+    life = partial(life_with_automatic_names, agents, tmp_path, limit=2)
     first = life()
     with pytest.raises(NotFound, match="has no directory of save_state"):
         first.accelerator.load_state()
@@ -204,16 +207,7 @@ def test_automatic_names_count_on(agents: Any, tmp_path: Path) -> None:
 def test_a_directory_whose_save_was_killed_is_passed_over_and_used_again(
     agents: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from accelerate.utils import ProjectConfiguration
-
-    def life() -> Training:
-        project = ProjectConfiguration(
-            str(tmp_path), automatic_checkpoint_naming=True, total_limit=1
-        )
-        training = Training(project_config=project).prepare()
-        attach(training.accelerator, save_state=True, agent=agents())
-        return training
-
+    life = partial(life_with_automatic_names, agents, tmp_path, limit=1)
     places = tmp_path / "checkpoints"
     life().accelerator.save_state()
     for owner, name in ((Path, "mkdir"), (Path, "touch"), (os, "fsync")):
