@@ -316,7 +316,7 @@ def pieces(
 
 
 def _together(start: int, end: int) -> bool:
-    """Return True if one lock has these bytes of a slot's data."""
+    """Return True if these bytes of a slot's data were locked in one call."""
     return start // LOCKED == max(start, end - 1) // LOCKED
 
 

@@ -153,7 +153,7 @@ def test_larger_slots_take_the_place_of_all_others_once_no_copy_is_under_way(
 def test_slots_are_dropped_though_the_driver_does_not_unlock_them(
     client: FakeClient, slots: MappedSlots, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It may wait for a device that hangs. The daemon frees the segments all the same."""
+    """The driver may wait for a device that hangs. The daemon frees the segments anyway."""
     assert slots.ensure(10, FAR)
     answers, slot = threading.Event(), slots.get(slots.names[0])
     monkeypatch.setattr(slots_module, "UNLOCK_SECONDS", 0.01)

@@ -226,7 +226,7 @@ def test_memory_is_written_in_place() -> None:
 def test_the_digest_of_an_accelerator_needs_little_memory(
     monkeypatch: pytest.MonkeyPatch, length: int
 ) -> None:
-    """It is the same for pieces of every length."""
+    """Pieces of every length give the same digest."""
     torch.manual_seed(0)
     data = torch.randint(0, 256, (length,), dtype=torch.uint8)
     places = torch.arange(length) * 2 + 1

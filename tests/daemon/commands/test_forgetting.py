@@ -248,7 +248,7 @@ def test_a_damaged_checkpoint_can_be_forgotten(place: Home, socket: list[Any]) -
 
 
 def test_no_checkpoint_is_deleted_in_favour_of_one_whose_file_is_missing(tmp_path: Path) -> None:
-    """Its manifest is intact, and it would be the only one that is left."""
+    """The manifest is intact, and this checkpoint would be the only one that is left."""
     for step in (1, 2):
         write_checkpoint(tmp_path, step=step)
     (gone,) = (tmp_path / "gpt" / tag(2, 2)).glob("rank-*")
