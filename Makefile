@@ -17,7 +17,7 @@ COVERING := $(wildcard tests/daemon/journal/test_*.py) tests/daemon/test_recover
 # Without the files of compiled modules, each of four workers would compile all tests at each run.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-all crashes cost matrix lint kills rank-kills crash-matrix trust oracle frameworks coverage coverage-all bench gpu man clean
+.PHONY: demo test test-all crashes cost matrix lint kills rank-kills crash-matrix trust oracle frameworks coverage coverage-all bench perf gpu man clean
 
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -118,6 +118,11 @@ bench: $(INSTALLED)
 	-$(RUN) -m benchmarks.peers
 	-$(RUN) -m benchmarks.object_store
 	$(RUN) -m benchmarks.table
+
+# Measures this version beside the commit in benchmarks/baseline, by turns, for about ten minutes, or an hour with LONG=1, and fails if a figure
+# has become worse. HERE=1 measures this version alone, beside plain copies and writes, and fails past twice the limits.
+perf: $(INSTALLED)
+	$(RUN) -m benchmarks.perf $(if $(LONG),--long) $(if $(HERE),--here)
 
 # Checks the accelerator path: a line for each check, beside torch's own pinned copy. Without a GPU it runs on simulated lanes. ONLY selects
 # checks, LONG=1 takes 16 GB and 30 kills. It needs no test tools: where torch is installed, `python -m tests.gpu` does the same.
