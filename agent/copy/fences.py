@@ -105,7 +105,8 @@ class Fences:
         waits for the late copies. `captured` are the tensors of the state, which
         include the DTensors whose local tensors are among the sources.
 
-        Raises InvalidRequest while the caller's stream is captured into a graph.
+        Raises InvalidRequest while the caller's stream is captured into a graph. After
+        any error, copies into the targets may be under way until `everything` is done.
         """
         if self._capturing():
             raise InvalidRequest(CAPTURED)
@@ -115,14 +116,8 @@ class Fences:
         for number, source in enumerate(sources):
             late = _storage(source) in owned and not source.is_inference()
             by_device[source.device][late].append(number)
-        try:
-            for device, (at_once, late_ones) in by_device.items():
-                self._enqueue(transfer, self._lane(device), targets, at_once, late_ones)
-        except BaseException:
-            # No copy may still write into the slot when the caller gives it back.
-            for lane in self._lanes.values():
-                lane.mark().synchronize()
-            raise
+        for device, (at_once, late_ones) in by_device.items():
+            self._enqueue(transfer, self._lane(device), targets, at_once, late_ones)
         if transfer.late:
             held = {_storage(source) for source, _ in transfer.versions}
             transfer.versions += [
@@ -183,8 +178,10 @@ class Fences:
         transfer.wait()
         with self._lock:
             self._check(transfer)
-            if transfer in self._under_way:
-                self._under_way.remove(transfer)
+            # With those that nobody finishes, because an error or Ctrl-C came between.
+            for known in [t for t in self._under_way if t is transfer or t.done()]:
+                self._check(known)
+                self._under_way.remove(known)
         transfer.sources.clear()
         transfer.versions.clear()
         if transfer.torn:

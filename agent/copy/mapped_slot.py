@@ -167,9 +167,11 @@ class MappedSlot:
         return os.fstat(self._fd).st_nlink == 0
 
     @property
-    def is_locked(self) -> bool:
-        """True if the memory is page-locked, so that `forget` has to unlock it."""
-        return bool(self._unlocks)
+    def may_be_locked(self) -> bool:
+        """True if the memory is page-locked or is being locked, so that `forget` may have
+        to wait for a driver.
+        """
+        return bool(self._unlocks) or not self.ready.is_set()
 
     def populate(self, device: torch.device | None = None) -> None:
         """Fault in all memory of the slot, so that the first copy is as fast as later
@@ -281,7 +283,8 @@ class MappedSlot:
         for all items. Call `begin` first.
 
         The first call has the first items, and each later call the items that follow.
-        `unlike` has numbers of sources, as for `fill`.
+        `unlike` has numbers of sources, as for `fill`. After an error, copies from
+        accelerators may be under way.
         """
         views, transfer = self._views_of(layout), None
         targets = views.targets.part(slice(numbers.start, numbers.stop))
@@ -302,22 +305,15 @@ class MappedSlot:
                 [sources[n] for n in here],
             )
         half = len(sources) // 2
-        try:
-            self._copying.copy(
-                targets.part(slice(half)),
-                sources[:half],
-                unlike and [n for n in unlike if n < half],
-            )
-            failpoint("agent.copying")
-            self._copying.copy(
-                targets.part(slice(half, None)),
-                sources[half:],
-                unlike and [n - half for n in unlike if n >= half],
-            )
-        except BaseException:
-            if transfer is not None:
-                transfer.wait()
-            raise
+        self._copying.copy(
+            targets.part(slice(half)), sources[:half], unlike and [n for n in unlike if n < half]
+        )
+        failpoint("agent.copying")
+        self._copying.copy(
+            targets.part(slice(half, None)),
+            sources[half:],
+            unlike and [n - half for n in unlike if n >= half],
+        )
         return transfer
 
     def seal(self, layout: Layout, documents: Documents) -> None:
