@@ -339,8 +339,10 @@ def lock_pages(address: int, length: int, device: torch.device) -> bool:
 
     `device` is one of these accelerators. The log has the reason if the driver refuses,
     or if ckptd cannot lock pages for this device type. Must be called by the process
-    that uses the memory, on any thread. Raises InternalError if memory that was here
-    before is still locked: the accelerator would write to that instead.
+    that uses the memory, on a thread that launches no kernels: the driver keeps the last
+    error of each thread, and torch raises it at the next launch. Raises InternalError if
+    memory that was here before is still locked: the accelerator would write to that
+    instead.
     https://docs.nvidia.com/cuda/cuda-runtime-api/group__CUDART__MEMORY.html
     """
     if not length:
@@ -398,7 +400,7 @@ def _cause(error: int) -> str:
 
 
 def unlock_pages(address: int, device: torch.device) -> None:
-    """Undo `lock_pages`, which must come before the memory is unmapped.
+    """Undo `lock_pages`, on such a thread, too, and before the memory is unmapped.
 
     The driver keeps the old pages locked otherwise, and copies to whatever is mapped at
     the address next go to those pages.

@@ -14,10 +14,10 @@ import logging
 import math
 import os
 import threading
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
 from operator import attrgetter
 
@@ -129,8 +129,9 @@ class MappedSlot:
         # Waits for an instant at most, while a daemon tests whether the lock is held.
         fcntl.flock(lock, fcntl.LOCK_EX)
         self.header: SegmentHeader = read_header(self._fd)
+        self._unlocks: list[Callable[[], object]] = []
         try:
-            mapped = map_segment(self._fd, self.header.file_length)
+            mapped = map_segment(self._fd, self.header.file_length, unlocks=self._unlocks)
         except IntegrityError:
             raise IntegrityError(f"segment {name} has been cut short by another process") from None
         self._bytes = torch.frombuffer(
@@ -139,8 +140,6 @@ class MappedSlot:
         self._views = _NO_VIEWS
         self._copying = CheckedCopy([], self.header.chunk_size)
         self._locking = threading.Lock()
-        self._mapped = weakref.ref(mapped)
-        self._unlocks: list[Callable[[], object]] = []
         self._locked = 0
         self.ready = Flag()  # set once `populate` is over, whether it has locked or not
         self._forgotten = False
@@ -190,16 +189,9 @@ class MappedSlot:
         self._fault(start, length, 1 if device is None else fault_threads())
         for piece, nbytes in locks(start, length, self.header.data_offset):
             with self._locking:
-                mapped = self._mapped()
-                if device is None or mapped is None or self._forgotten:
+                if device is None or self._forgotten or not lock_pages(piece, nbytes, device):
                     return
-                if not lock_pages(piece, nbytes, device):
-                    return
-                # Runs before the memory is unmapped: of the finalizers of an object,
-                # the newest is called first.
-                unlock = weakref.finalize(mapped, _unlock, os.getpid(), piece, device)
-                unlock.atexit = False
-                self._unlocks.append(unlock)
+                self._unlocks.append(partial(_unlock, os.getpid(), piece, device))
                 self._locked += nbytes
 
     @staticmethod
@@ -421,7 +413,8 @@ class MappedSlot:
     def forget(self) -> None:
         """Release the views of the memory, the page lock and both descriptors.
 
-        No copy may be under way.
+        No copy may be under way. If the memory may be locked, this waits for a driver,
+        and the thread must launch no kernels later, as for `lock_pages`.
 
         The memory is unmapped when the last view of it is gone.
         """

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import logging
 import os
-import weakref
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
@@ -54,8 +53,8 @@ class _Buffer:
 
     def __init__(self, length: int) -> None:
         self.marks: list[Mark] = []
-        self.unlock: Callable[[], object] = lambda: None
-        self._mapped = _segment(length)
+        self._unlocks: list[Callable[[], object]] = []
+        self._mapped = _segment(length, self._unlocks)
         self.data = (
             torch.empty(length, dtype=torch.uint8, device="cpu")
             if self._mapped is None
@@ -65,11 +64,11 @@ class _Buffer:
     def lock(self, device: torch.device) -> None:
         address = self.data.data_ptr()
         if self._mapped is not None and lock_pages(address, len(self.data), device):
-            # Runs before the memory is unmapped: of the finalizers of an object, the
-            # newest is called first.
-            unlock = weakref.finalize(self._mapped, _unlock, os.getpid(), address, device)
-            unlock.atexit = False
-            self.unlock = unlock
+            self._unlocks.append(partial(_unlock, os.getpid(), address, device))
+
+    def unlock(self) -> None:
+        while self._unlocks:
+            self._unlocks.pop()()
 
     def wait(self) -> None:
         """Wait until the copies from this buffer are done."""
@@ -78,13 +77,13 @@ class _Buffer:
         self.marks.clear()
 
 
-def _segment(length: int) -> Any:
+def _segment(length: int, unlocks: list[Callable[[], object]]) -> Any:
     """Map a new segment and return a ctypes array over it, or None if the system refuses."""
     try:
         fd = os.memfd_create("ckptd-recovery")
         try:
             os.truncate(fd, length)
-            return map_segment(fd, length)
+            return map_segment(fd, length, unlocks=unlocks)
         finally:
             os.close(fd)
     except OSError as error:

@@ -158,7 +158,12 @@ def test_larger_slots_take_the_place_of_all_others_once_no_copy_is_under_way(
 
 def test_no_slot_is_replaced_while_copies_into_it_do_not_end(client: FakeClient) -> None:
     waited: list[float] = []
-    slots = MappedSlots(cast(Client, client), lambda timeout: bool(waited.append(timeout)))
+
+    def wait(timeout: float) -> bool:
+        waited.append(timeout)
+        return False
+
+    slots = MappedSlots(cast(Client, client), wait)
     with pytest.raises(SnapshotFailed, match="copies from an accelerator into the present ones"):
         slots.ensure(10, time.monotonic() + 60)
     slots.prepare(10)
@@ -260,7 +265,7 @@ def test_a_bug_in_the_making_of_slots_is_raised_and_not_tried_again_at_once(
 def test_memory_that_cannot_be_mapped_is_an_error_of_storage(
     client: FakeClient, slots: MappedSlots, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(fd: int, length: int) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
         raise OSError(12, "Cannot allocate memory")
 
     monkeypatch.setattr("ckptd.agent.copy.mapped_slot.map_segment", refuse)
