@@ -51,15 +51,19 @@ class _Buffer:
     memory, a fork would give this process other pages than those that are locked.
     """
 
-    def __init__(self, length: int) -> None:
+    def __init__(self, length: int, lockable: bool) -> None:
         self.marks: list[Mark] = []
         self._unlocks: list[Callable[[], object]] = []
-        self._mapped = _segment(length, self._unlocks)
+        self._mapped = _segment(length, self._unlocks) if lockable else None
         self.data = (
             torch.empty(length, dtype=torch.uint8, device="cpu")
             if self._mapped is None
             else torch.frombuffer(self._mapped, dtype=torch.uint8)
         )
+
+    @property
+    def is_locked(self) -> bool:
+        return bool(self._unlocks)
 
     def lock(self, device: torch.device) -> None:
         address = self.data.data_ptr()
@@ -180,7 +184,9 @@ class Upload:
     def _buffer(self, number: int, device: torch.device) -> _Buffer:
         """Return one of the two buffers. Make it if it is needed for the first time."""
         if number == len(self._buffers):
-            made = _Buffer(self._length)
+            # A driver or system that has refused the first is not asked again, so that the
+            # log says it once.
+            made = _Buffer(self._length, all(buffer.is_locked for buffer in self._buffers))
             self._aside.submit(made.lock, device).result()
             self._buffers.append(made)
         return self._buffers[number]
