@@ -140,7 +140,8 @@ def accelerators() -> Check:
         OK,
         f"copies from accelerators were tried on {TRIED_ON}, changes since then on a CPU only, "
         f"and nothing on several GPUs, other kinds, or ROCm; `make gpu` in a clone of ckptd tries "
-        f"yours",
+        f"yours; a write through `.data` during a copy is not noticed, and `ckptd status` and the "
+        f"metric ckptd_unlocked_bytes tell of slots that are not page-locked",
         {"tried_on": TRIED_ON},
     )
 
