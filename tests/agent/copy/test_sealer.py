@@ -199,6 +199,21 @@ def test_a_snapshot_that_fails_ends_though_the_device_hangs(
     agent.snapshot({"w": torch.ones(10)}, step=2).wait("sealed", timeout=60)
 
 
+def test_close_ends_in_time_after_ctrl_c_in_a_snapshot_of_a_device_that_hangs(
+    agent: Agent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(CheckedCopy, "copy", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            agent.snapshot({"w": torch.ones(10)}, step=1)
+    with pytest.raises(SnapshotFailed, match=r"have not ended within 0\.1 s"):
+        agent.close(timeout=0.1)
+    assert agent.closed
+
+
 def test_recover_waits_for_the_copies_and_counts_the_step(agent: Agent, device: Gated) -> None:
     device.gate.set()
     agent.snapshot({"w": torch.full((10,), 1.0)}, step=1).wait("durable", timeout=60)
