@@ -33,6 +33,7 @@ needs_promtool = pytest.mark.skipif(
 
 
 @needs_promtool
+@pytest.mark.usefixtures("processes")
 @pytest.mark.parametrize(("verb", "file"), [("check", RULES), ("test", TESTS)])
 def test_promtool_accepts_the_rules_and_their_tests(verb: str, file: Path) -> None:
     done = subprocess.run(
@@ -87,6 +88,7 @@ def label_query() -> str:
 
 
 @needs_promtool
+@pytest.mark.usefixtures("processes")
 def test_promtool_parses_each_query_of_the_board(tmp_path: Path) -> None:
     texts = [*(text for _, text in expressions()), label_query()]
     rules = [{"record": f"r{number}", "expr": filled(text)} for number, text in enumerate(texts)]
@@ -140,6 +142,7 @@ MAY_BE_EMPTY = {"Time until the disk is full"}
 
 
 @pytest.mark.skipif(PROMETHEUS is None, reason="there is no prometheus: apt-get install prometheus")
+@pytest.mark.usefixtures("processes")
 def test_each_query_of_the_board_has_data_whether_labels_are_honored_or_not(
     place: Home, tmp_path: Path
 ) -> None:

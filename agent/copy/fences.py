@@ -108,7 +108,8 @@ class Fences:
         include the DTensors whose local tensors are among the sources. With `at_once`, no
         copy is late.
 
-        Raises InvalidRequest while the caller's stream is captured into a graph.
+        Raises InvalidRequest while the caller's stream is captured into a graph. After
+        any error, copies into the targets may be under way until `everything` is done.
         """
         if self._capturing():
             raise InvalidRequest(CAPTURED)
@@ -118,14 +119,8 @@ class Fences:
         for number, source in enumerate(sources):
             late = _storage(source) in owned and not source.is_inference()
             by_device[source.device][late].append(number)
-        try:
-            for device, numbers in by_device.items():
-                self._enqueue(transfer, self._lane(device), targets, *numbers)
-        except BaseException:
-            # No copy may still write into the slot when the caller gives it back.
-            for lane in self._lanes.values():
-                lane.mark().synchronize()
-            raise
+        for device, numbers in by_device.items():
+            self._enqueue(transfer, self._lane(device), targets, *numbers)
         if transfer.late:
             held = {_storage(source) for source, _ in transfer.versions}
             transfer.versions += [
@@ -186,8 +181,10 @@ class Fences:
         transfer.wait()
         with self._lock:
             self._check(transfer)
-            if transfer in self._under_way:
-                self._under_way.remove(transfer)
+            # With those that nobody finishes, because an error or Ctrl-C came between.
+            for known in [t for t in self._under_way if t is transfer or t.done()]:
+                self._check(known)
+                self._under_way.remove(known)
         transfer.sources.clear()
         transfer.versions.clear()
         if transfer.torn:

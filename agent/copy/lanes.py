@@ -339,16 +339,18 @@ def lock_pages(address: int, length: int, device: torch.device) -> bool:
 
     `device` is one of these accelerators. The log has the reason if the driver refuses,
     or if ckptd cannot lock pages for this device type. Must be called by the process
-    that uses the memory, on any thread. Raises InternalError if memory that was here
-    before is still locked: the accelerator would write to that instead.
+    that uses the memory, on a thread that launches no kernels: the driver keeps the last
+    error of each thread, and torch raises it at the next launch. Raises InternalError if
+    memory that was here before is still locked: the accelerator would write to that
+    instead.
     https://docs.nvidia.com/cuda/cuda-runtime-api/group__CUDART__MEMORY.html
     """
     if not length:
         return False
     if device.type != "cuda":
         log.warning(
-            "slots are not page-locked, so copies are slower: ckptd can page-lock for CUDA and "
-            "ROCm only, not for %s",
+            "memory for copies is not page-locked, so they are slower: ckptd can page-lock for "
+            "CUDA and ROCm only, not for %s",
             device.type,
         )
         return False
@@ -362,14 +364,14 @@ def lock_pages(address: int, length: int, device: torch.device) -> bool:
         text = runtime.cudaGetErrorString(answer) if error else ""
     if error == _REGISTERED:
         raise InternalError(
-            f"memory that has been unmapped is still page-locked at the address of a new slot of "
-            f"{length / 1e9:.1f} GB, so the device would not write to the slot: unlock memory "
-            f"before unmapping it, if this process locks any, and report this otherwise"
+            f"memory that has been unmapped is still page-locked at the address of new memory of "
+            f"{length / 1e9:.1f} GB, which the device would not use: unlock memory before "
+            f"unmapping it, if this process locks any, and report this otherwise"
         )
     if error:
         log.warning(
-            "slots could not be page-locked (CUDA error %d, %s, %.1f GB): copies are slower and "
-            "hold up training%s",
+            "memory for copies could not be page-locked (CUDA error %d, %s, %.1f GB): they are "
+            "slower, and each holds the call that makes it%s",
             error, text, length / 1e9, _cause(error),
         )  # fmt: skip
     return error == 0
@@ -392,13 +394,13 @@ def _cause(error: int) -> str:
         else ""
     )
     return (
-        f"; is there less memory than all slots need, on this machine or within the memory limit "
-        f"of the container?{limit}"
+        f"; is there less memory than slots and buffers need, on this machine or within the "
+        f"memory limit of the container?{limit}"
     )
 
 
 def unlock_pages(address: int, device: torch.device) -> None:
-    """Undo `lock_pages`, which must come before the memory is unmapped.
+    """Undo `lock_pages`, on such a thread, too, and before the memory is unmapped.
 
     The driver keeps the old pages locked otherwise, and copies to whatever is mapped at
     the address next go to those pages.
@@ -409,4 +411,4 @@ def unlock_pages(address: int, device: torch.device) -> None:
         error = int(answer)
         text = runtime.cudaGetErrorString(answer) if error else ""
     if error not in (0, _NOT_REGISTERED):
-        log.warning("slots could not be unlocked: CUDA error %d, %s", error, text)
+        log.warning("memory could not be unlocked: CUDA error %d, %s", error, text)

@@ -14,10 +14,10 @@ import logging
 import math
 import os
 import threading
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
 from operator import attrgetter
 
@@ -129,8 +129,9 @@ class MappedSlot:
         # Waits for an instant at most, while a daemon tests whether the lock is held.
         fcntl.flock(lock, fcntl.LOCK_EX)
         self.header: SegmentHeader = read_header(self._fd)
+        self._unlocks: list[Callable[[], object]] = []
         try:
-            mapped = map_segment(self._fd, self.header.file_length)
+            mapped = map_segment(self._fd, self.header.file_length, unlocks=self._unlocks)
         except IntegrityError:
             raise IntegrityError(f"segment {name} has been cut short by another process") from None
         self._bytes = torch.frombuffer(
@@ -139,8 +140,6 @@ class MappedSlot:
         self._views = _NO_VIEWS
         self._copying = CheckedCopy([], self.header.chunk_size)
         self._locking = threading.Lock()
-        self._mapped = weakref.ref(mapped)
-        self._unlocks: list[Callable[[], object]] = []
         self._locked = 0
         self.ready = Flag()  # set once `populate` is over, whether it has locked or not
         self._forgotten = False
@@ -167,9 +166,11 @@ class MappedSlot:
         return os.fstat(self._fd).st_nlink == 0
 
     @property
-    def is_locked(self) -> bool:
-        """True if the memory is page-locked, so that `forget` has to unlock it."""
-        return bool(self._unlocks)
+    def may_be_locked(self) -> bool:
+        """True if the memory is page-locked or is being locked, so that `forget` may have
+        to wait for a driver.
+        """
+        return bool(self._unlocks) or not self.ready.is_set()
 
     def populate(self, device: torch.device | None = None) -> None:
         """Fault in all memory of the slot, so that the first copy is as fast as later
@@ -188,16 +189,9 @@ class MappedSlot:
         self._fault(start, length, 1 if device is None else fault_threads())
         for piece, nbytes in locks(start, length, self.header.data_offset):
             with self._locking:
-                mapped = self._mapped()
-                if device is None or mapped is None or self._forgotten:
+                if device is None or self._forgotten or not lock_pages(piece, nbytes, device):
                     return
-                if not lock_pages(piece, nbytes, device):
-                    return
-                # Runs before the memory is unmapped: of the finalizers of an object,
-                # the newest is called first.
-                unlock = weakref.finalize(mapped, _unlock, os.getpid(), piece, device)
-                unlock.atexit = False
-                self._unlocks.append(unlock)
+                self._unlocks.append(partial(_unlock, os.getpid(), piece, device))
                 self._locked += nbytes
 
     @staticmethod
@@ -281,7 +275,8 @@ class MappedSlot:
         for all items. Call `begin` first.
 
         The first call has the first items, and each later call the items that follow.
-        `unlike` has numbers of sources, as for `fill`.
+        `unlike` has numbers of sources, as for `fill`. After an error, copies from
+        accelerators may be under way.
         """
         views, transfer = self._views_of(layout), None
         targets = views.targets.part(slice(numbers.start, numbers.stop))
@@ -302,22 +297,15 @@ class MappedSlot:
                 [sources[n] for n in here],
             )
         half = len(sources) // 2
-        try:
-            self._copying.copy(
-                targets.part(slice(half)),
-                sources[:half],
-                unlike and [n for n in unlike if n < half],
-            )
-            failpoint("agent.copying")
-            self._copying.copy(
-                targets.part(slice(half, None)),
-                sources[half:],
-                unlike and [n - half for n in unlike if n >= half],
-            )
-        except BaseException:
-            if transfer is not None:
-                transfer.wait()
-            raise
+        self._copying.copy(
+            targets.part(slice(half)), sources[:half], unlike and [n for n in unlike if n < half]
+        )
+        failpoint("agent.copying")
+        self._copying.copy(
+            targets.part(slice(half, None)),
+            sources[half:],
+            unlike and [n - half for n in unlike if n >= half],
+        )
         return transfer
 
     def seal(self, layout: Layout, documents: Documents) -> None:
@@ -425,7 +413,8 @@ class MappedSlot:
     def forget(self) -> None:
         """Release the views of the memory, the page lock and both descriptors.
 
-        No copy may be under way.
+        No copy may be under way. If the memory may be locked, this waits for a driver,
+        and the thread must launch no kernels later, as for `lock_pages`.
 
         The memory is unmapped when the last view of it is gone.
         """

@@ -6,13 +6,14 @@ would keep the pages of an unlinked segment in memory.
 
 from __future__ import annotations
 
+import _thread
 import ctypes
 import mmap
 import os
 import threading
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from ckptd.shared.errors import IntegrityError
@@ -37,13 +38,22 @@ and MADV_DONTFORK would give the child the mapping.
 """
 
 
-def map_segment(fd: int, length: int, *, writable: bool = True) -> Any:
+def map_segment(
+    fd: int,
+    length: int,
+    *,
+    writable: bool = True,
+    unlocks: list[Callable[[], object]] | None = None,
+) -> Any:
     """Map `length` bytes of a segment, shared, and return a ctypes array over them.
 
     The memory is unmapped when the last reference to the array is gone. A tensor made
     by `torch.frombuffer` holds a reference. A forked child does not inherit the
     mapping. Raises IntegrityError if the segment is shorter than `length`, OSError if
     it cannot be mapped.
+
+    unlocks: the calls that unlock memory which has been page-locked meanwhile. They are
+    made before the memory is unmapped, on a thread of their own, which then unmaps it.
     """
     if os.fstat(fd).st_size < length:
         raise IntegrityError("the segment has been cut short by another process")
@@ -57,7 +67,8 @@ def map_segment(fd: int, length: int, *, writable: bool = True) -> Any:
             _libc.munmap(address, length)
             raise error
     array = (ctypes.c_ubyte * length).from_address(address)
-    unmap = weakref.finalize(array, _unmap, os.getpid(), address, length)
+    unlocks = [] if unlocks is None else unlocks
+    unmap = weakref.finalize(array, _unmap, os.getpid(), address, length, unlocks)
     # Other threads may still use the memory while the interpreter ends; the kernel
     # unmaps it.
     unmap.atexit = False
@@ -89,12 +100,25 @@ def present(address: int, length: int) -> Iterator[None]:
             advise(own, own_end - own, mmap.MADV_DONTNEED)
 
 
-def _unmap(owner: int, address: int, length: int) -> None:
-    """Unmap the memory, but not in a forked child: it never had this mapping, and may
-    have mapped other memory at the same address.
+def _unmap(owner: int, address: int, length: int, unlocks: list[Callable[[], object]]) -> None:
+    """Unlock and unmap the memory, but not in a forked child: it never had this mapping,
+    and may have mapped other memory at the same address.
     """
-    if os.getpid() == owner:
+    if os.getpid() != owner:
+        return
+
+    def unmap() -> None:
+        while unlocks:
+            unlocks.pop()()
         _libc.munmap(address, length)
+
+    if not unlocks:
+        unmap()
+        return
+    # A driver may unlock memory only once its device has nothing to do. It also keeps the
+    # last error of each thread, which torch raises when that thread launches a kernel.
+    with suppress(RuntimeError):  # the interpreter ends, and the kernel unmaps the memory
+        _thread.start_new_thread(unmap, ())
 
 
 def advise(address: int, length: int, advice: int) -> int:

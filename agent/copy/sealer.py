@@ -44,9 +44,9 @@ class _Seal:
 class Sealer:
     """The thread that waits for transfers from accelerators and then seals their slots.
 
-    Call `carry`, then `later` or `finish`; `wait` or `drain` before a slot is used
-    again; `close` at the end. There are no hooks before the first `carry` and no thread
-    before the first `later`, so a trainer without accelerators has neither.
+    Call `carry`, then `later` or `finish`, or `once_idle` after an error; `wait` before
+    slots are replaced; `close` at the end. There are no hooks before the first `carry`
+    and no thread before the first `later`, so a trainer without accelerators has neither.
     """
 
     def __init__(self) -> None:
@@ -128,11 +128,12 @@ class Sealer:
         self._changed.notify()
 
     def finish(self, transfer: Transfer) -> None:
-        """Wait until every copy of the transfer is done.
+        """Wait until every copy of the transfer is done. Ctrl-C ends the wait.
 
         Raises SnapshotFailed if a source may have changed while it was copied.
         """
         assert self._fences is not None
+        self._reached(transfer)
         self._fences.finish(transfer)
 
     def _run(self) -> None:
@@ -176,21 +177,33 @@ class Sealer:
                 return False
         return True
 
-    def drain(self) -> bool:
-        """Wait for every copy that was ever enqueued. Return True if all are done, and
-        False if the device has failed and does not tell, or if this is closed before.
+    def once_idle(self, give_back: Callable[[], None]) -> None:
+        """Call `give_back` once every copy is done that was ever enqueued: at once if it
+        is, and otherwise later, on the thread.
 
         This includes copies whose transfer the caller never got because of Ctrl-C.
+        `give_back` is not called if the device has failed and does not tell, or if this
+        is closed before.
         """
+        if self._fences is None:
+            give_back()
+            return
         try:
-            return self._fences is None or self._reached(self._fences.everything())
+            everything = self._fences.everything()
+            idle = everything.done()
+            if idle:
+                self.finish(everything)
         except Exception as error:
-            log.warning(
-                "a slot is not used again, because the device does not tell whether copies into "
-                "the slot are still under way: %s",
-                error,
-            )
-            return False
+            _not_used_again(error)
+            return
+        if idle:
+            give_back()
+        else:
+            self.later("", everything, give_back, _not_used_again)
+
+    def is_sealing(self, segment: str) -> bool:
+        """Return True if a seal is under way for this segment."""
+        return any(due.segment == segment for due in list(self._seals))
 
     def wait(self, segment: str | None = None, timeout: float | None = None) -> bool:
         """Wait until no seal is under way for `segment`, or for any segment if it is
@@ -243,6 +256,14 @@ def _wait_at_the_end() -> None:
                 EXIT_SECONDS,
             )
         sealer.stop()
+
+
+def _not_used_again(error: Exception) -> None:
+    log.warning(
+        "a slot is not used again, because the device does not tell whether copies into the slot "
+        "are still under way: %s",
+        error,
+    )
 
 
 _all: weakref.WeakSet[Sealer] = weakref.WeakSet()

@@ -22,7 +22,7 @@ from ckptd.agent.copy.numa import home_node
 from ckptd.agent.link.client import Client
 from ckptd.agent.plan.layout import Layout
 from ckptd.agent.threads.flag import Flag
-from ckptd.shared.errors import CkptdError, InternalError, StorageError
+from ckptd.shared.errors import CkptdError, InternalError, SnapshotFailed, StorageError
 from ckptd.shared.formats.segment import SlotState
 from ckptd.shared.system.descriptor import Descriptor
 from ckptd.shared.system.failpoints import failpoint
@@ -45,11 +45,11 @@ class MappedSlots:
     larger one replaces, before the slot is forgotten.
     """
 
-    def __init__(self, client: Client, wait_for_copies: Callable[[], object]) -> None:
+    def __init__(self, client: Client, wait_for_copies: Callable[[float], bool]) -> None:
         """Start without slots.
 
-        `wait_for_copies` is called before slots are replaced, and returns once no copy into a
-        slot is under way.
+        `wait_for_copies` is called before slots are replaced. It returns True once no
+        copy into a slot is under way, and False after so many seconds.
         """
         self._client, self._wait_for_copies = client, wait_for_copies
         self._slots: dict[str, MappedSlot] = {}
@@ -86,13 +86,17 @@ class MappedSlots:
         With a layout, the slots are also made ready for copies by it. With a device, the
         accelerator that the state is on, they are page-locked.
 
-        Waits first for slots that are being allocated already. Does nothing if they are
-        not there within the daemon's stall budget, which counts from their request.
+        Waits first for slots that are being allocated already, and for copies into the
+        present slots. Does nothing if either takes longer than the daemon's stall
+        budget, which counts from the request of the slots.
         """
         self._start()
+        budget = self._client.welcome.stall_budget
         if (
-            self._preparing is None or self._preparing.wait(self._client.welcome.stall_budget)
-        ) and not self._will_do(capacity, device):
+            (self._preparing is None or self._preparing.wait(budget))
+            and not self._will_do(capacity, device)
+            and self._wait_for_copies(budget)
+        ):
             self._begin(capacity, layout, device)
 
     def ensure(self, needed: int, deadline: float, device: torch.device | None = None) -> bool:
@@ -103,13 +107,19 @@ class MappedSlots:
 
         deadline: on the monotonic clock. If slots were already being allocated, the
         time since their request shortens the wait. Raises the CkptdError with which the
-        allocation failed.
+        allocation failed, and SnapshotFailed if copies from an accelerator into the
+        present slots have not ended by the deadline.
         """
         self._start()
         preparing = self._preparing
         if preparing is None or preparing.allocated.is_set():
             if self._will_do(needed, device):
                 return True
+            if not self._wait_for_copies(max(0.0, deadline - time.monotonic())):
+                raise SnapshotFailed(
+                    "larger slots are needed, and copies from an accelerator into the present ones "
+                    "have not ended in time: the device hangs, or has much work before them"
+                )
             preparing = self._begin(needed, None, device)
         if not preparing.wait(deadline - time.monotonic()):
             return False
@@ -129,9 +139,8 @@ class MappedSlots:
         self, needed: int, layout: Layout | None, device: torch.device | None
     ) -> Preparation:
         """Begin to make slots with room to spare, since plain values may grow from step
-        to step.
+        to step. No copy may be under way.
         """
-        self._wait_for_copies()
         capacity, count = needed + needed // 64 + _SLACK, self.count or self._client.welcome.slots
         self._device, self._some_lost = device or self._device, False
         self._preparing = preparing = Preparation(
@@ -155,12 +164,16 @@ class MappedSlots:
             self._slots.pop(name).close_descriptors()
             self._some_lost = True
 
-    def wait(self) -> None:
-        """Wait until no slots are being allocated or faulted in."""
-        if self._preparing is not None:
-            self._start()
-            self._preparing.join()
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait until no slots are being allocated, faulted in or locked, and return True.
+
+        Return False after `timeout` seconds: a driver may lock memory only once its
+        device has nothing to do, and the device may hang.
+        """
+        self._start()
+        if self._preparing is not None and self._preparing.join(timeout):
             self._preparing = None
+        return self._preparing is None
 
     def _start(self) -> None:
         """Make sure that the present preparation, if any, is started: Ctrl-C may have
@@ -202,7 +215,7 @@ class MappedSlots:
             finally:
                 over.set()
 
-        if not any(slot.is_locked for slot in dropped):
+        if not any(slot.may_be_locked for slot in dropped):
             forget()
         else:
             for slot in dropped:
@@ -290,8 +303,9 @@ class Preparation:
         """
         return self.allocated.wait(max(0.0, self._begun + budget - time.monotonic()))
 
-    def join(self) -> None:
-        self._over.wait()
+    def join(self, timeout: float | None = None) -> bool:
+        """Wait until the work is over. Return False after `timeout` seconds."""
+        return self._over.wait(timeout)
 
     def forget(self) -> None:
         """Close the descriptors of slots that are being made, which a forked child has

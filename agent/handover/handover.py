@@ -103,8 +103,9 @@ class Handover:
         first waits until such a slot is sealed. `deadline` is a time of the monotonic
         clock. `device` is the accelerator that the state is on, or None.
 
-        Raises SnapshotFailed if that seal does not come by the deadline, or if the
-        larger slots are not made by then; in the second case the step is skipped.
+        Raises SnapshotFailed if that seal does not come by the deadline, if copies from
+        an accelerator into the present slots have not ended by then, or if the
+        larger slots are not made by then; in the last case the step is skipped.
         Raises QuotaExceeded or SharedMemoryFull if shared memory does not suffice,
         StorageError if the slots cannot be mapped, and DaemonUnreachable.
         """
@@ -285,7 +286,7 @@ class Handovers:
         self.pending: dict[tuple[int, int], PendingSnapshot] = {}
         self.filled: set[PendingSnapshot] = set()
         self.sealer = Sealer()
-        self.slots = MappedSlots(client, self.sealer.wait)
+        self.slots = MappedSlots(client, lambda timeout: self.sealer.wait(timeout=timeout))
         self.seals = Seals(client, self.pending)
         self.returns = Returns(client)
         self._open: list[Handover] = []
@@ -309,21 +310,26 @@ class Handovers:
         self._close(handover)
 
     def give_back(self, handover: Handover, slot: MappedSlot, error: BaseException | None) -> None:
-        """Give a slot back, once no copy into the slot can still be under way.
+        """Give a slot back, once no copy into the slot can still be under way. Does not
+        wait.
 
         The slot is kept if the device does not tell. Another snapshot would be sealed
         while these copies write to it.
         """
-        if not handover.copying or self.sealer.drain():
-            self.returns.give_back(slot, handover.pending.step, error)
+        give_back = partial(self.returns.give_back, slot, handover.pending.step, error)
+        if handover.copying:
+            self.sealer.once_idle(give_back)
+        else:
+            give_back()
 
     def end_interrupted(self) -> None:
         """End every hand-over whose call was interrupted.
 
         No other call of this rank may be under way.
 
-        A slot whose header says sealed is handed over. Any other slot is given back,
-        and its step fails.
+        A slot whose header says sealed is handed over. One whose seal is under way is
+        left to the thread that seals it. Any other slot is given back, and its step
+        fails.
         """
         for handover in tuple(self._open):
             self._end_interrupted(handover)
@@ -332,8 +338,9 @@ class Handovers:
     def _end_interrupted(self, handover: Handover) -> None:
         pending, sealed = handover.pending, bool(handover.kept)
         for slot in self._granted_to(handover):
-            self.sealer.wait(slot.name)  # wait for another thread that may be sealing the slot
-            if not sealed and self._is_sealed(slot, pending):
+            if self.sealer.is_sealing(slot.name):
+                sealed = True  # by another thread, which also reports a failure
+            elif not sealed and self._is_sealed(slot, pending):
                 sealed = True
                 pending.segment = slot.name
                 pending.seal()
@@ -436,13 +443,14 @@ class Handovers:
         self._sealed.notify()
 
     def wait_for_threads(self, timeout: float | None = None) -> bool:
-        """Wait until no other thread is sealing a slot or making slots, and return True.
+        """Wait until no other thread is sealing a slot, and return True. Wait then until
+        none is making slots, too, again for at most `timeout` seconds.
 
         Return False if copies from an accelerator take longer than `timeout` seconds.
         """
         ended = self.sealer.wait(timeout=timeout)
         if ended:
-            self.slots.wait()
+            self.slots.wait(timeout)
         return ended
 
     def start_attempt(self) -> None:

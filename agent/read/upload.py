@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import logging
 import os
-import weakref
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
@@ -52,24 +51,28 @@ class _Buffer:
     memory, a fork would give this process other pages than those that are locked.
     """
 
-    def __init__(self, length: int) -> None:
+    def __init__(self, length: int, lockable: bool) -> None:
         self.marks: list[Mark] = []
-        self.unlock: Callable[[], object] = lambda: None
-        self._mapped = _segment(length)
+        self._unlocks: list[Callable[[], object]] = []
+        self._mapped = _segment(length, self._unlocks) if lockable else None
         self.data = (
             torch.empty(length, dtype=torch.uint8, device="cpu")
             if self._mapped is None
             else torch.frombuffer(self._mapped, dtype=torch.uint8)
         )
 
+    @property
+    def is_locked(self) -> bool:
+        return bool(self._unlocks)
+
     def lock(self, device: torch.device) -> None:
         address = self.data.data_ptr()
         if self._mapped is not None and lock_pages(address, len(self.data), device):
-            # Runs before the memory is unmapped: of the finalizers of an object, the
-            # newest is called first.
-            unlock = weakref.finalize(self._mapped, _unlock, os.getpid(), address, device)
-            unlock.atexit = False
-            self.unlock = unlock
+            self._unlocks.append(partial(_unlock, os.getpid(), address, device))
+
+    def unlock(self) -> None:
+        while self._unlocks:
+            self._unlocks.pop()()
 
     def wait(self) -> None:
         """Wait until the copies from this buffer are done."""
@@ -78,13 +81,13 @@ class _Buffer:
         self.marks.clear()
 
 
-def _segment(length: int) -> Any:
+def _segment(length: int, unlocks: list[Callable[[], object]]) -> Any:
     """Map a new segment and return a ctypes array over it, or None if the system refuses."""
     try:
         fd = os.memfd_create("ckptd-recovery")
         try:
             os.truncate(fd, length)
-            return map_segment(fd, length)
+            return map_segment(fd, length, unlocks=unlocks)
         finally:
             os.close(fd)
     except OSError as error:
@@ -181,7 +184,9 @@ class Upload:
     def _buffer(self, number: int, device: torch.device) -> _Buffer:
         """Return one of the two buffers. Make it if it is needed for the first time."""
         if number == len(self._buffers):
-            made = _Buffer(self._length)
+            # A driver or system that has refused the first is not asked again, so that the
+            # log says it once.
+            made = _Buffer(self._length, all(buffer.is_locked for buffer in self._buffers))
             self._aside.submit(made.lock, device).result()
             self._buffers.append(made)
         return self._buffers[number]

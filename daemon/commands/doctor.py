@@ -121,8 +121,8 @@ def check_locked_memory(limit: int, amd: Path = Path("/dev/kfd")) -> Check:
             "locked memory", WARNING,
             f"at most {size_text(limit)} (RLIMIT_MEMLOCK): whether AMD's driver counts the slots "
             f"that a trainer locks against it is not known; start the trainer with "
-            f"LimitMEMLOCK=infinity or `ulimit -l unlimited` if it warns that slots could not be "
-            f"page-locked", values,
+            f"LimitMEMLOCK=infinity or `ulimit -l unlimited` if it warns that memory for "
+            f"copies could not be page-locked", values,
         )  # fmt: skip
     return Check(
         "locked memory",
@@ -140,7 +140,8 @@ def accelerators() -> Check:
         OK,
         f"copies from accelerators were tried on {TRIED_ON}, changes since then on a CPU only, "
         f"and nothing on several GPUs, other kinds, or ROCm; `make gpu` in a clone of ckptd tries "
-        f"yours",
+        f"yours; a write through `.data` during a copy is not noticed, and `ckptd status` and the "
+        f"metric ckptd_unlocked_bytes tell of slots that are not page-locked",
         {"tried_on": TRIED_ON},
     )
 

@@ -8,6 +8,7 @@ allow: the training as far ahead as it can, or the copies.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -410,7 +411,7 @@ def test_sources_live_until_they_are_copied(fences: Fences, device: Device) -> N
     assert (transfer.sources, slot.tolist()) == ([], [1, 1, 1, 1])
 
 
-def test_a_copy_that_cannot_be_enqueued_leaves_none_under_way(
+def test_a_copy_that_cannot_be_enqueued_waits_for_no_other(
     fences: Fences, device: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     parameter, slot = torch.nn.Parameter(torch.ones(4)), torch.empty(4)
@@ -428,8 +429,32 @@ def test_a_copy_that_cannot_be_enqueued_leaves_none_under_way(
     monkeypatch.setattr(FakeLane, "copy", second_fails)
     with pytest.raises(torch.OutOfMemoryError):
         fences.start([slot, torch.empty(4)], [torch.full((4,), 3.0), parameter], [])
-    assert device.side.done == len(device.side.operations)
-    assert slot.tolist() == [3, 3, 3, 3]
+    everything = fences.everything()
+    assert (device.side.done, everything.done()) == (0, False)
+    device.run(device.side)
+    assert (everything.done(), slot.tolist()) == (True, [3, 3, 3, 3])
+
+
+@pytest.mark.parametrize("written", [False, True])
+def test_a_transfer_that_nobody_finishes_holds_no_tensor_once_it_is_done(
+    fences: Fences, device: Device, written: bool
+) -> None:
+    """Ctrl-C may have come between. It is judged by the writes until then, nevertheless."""
+    parameter = torch.nn.Parameter(torch.ones(4))
+    stepped(parameter, device)
+    transfer = fences.start([torch.empty(4)], [parameter], [])
+    assert fences._under_way == [transfer]
+    if written:
+        with torch.no_grad():
+            parameter.mul_(7)
+    everything = fences.everything()
+    device.run(device.side)
+    fences.finish(everything)
+    assert (fences._under_way, transfer.torn) == ([], written)
+    with torch.no_grad():
+        parameter.mul_(7)
+    with pytest.raises(SnapshotFailed) if written else nullcontext():
+        fences.finish(transfer)
 
 
 def test_neighbouring_copies_are_merged() -> None:

@@ -293,7 +293,7 @@ def test_what_was_locked_at_the_address_before_is_unlocked_first(
 
 def test_memory_over_other_locked_memory_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     runtime(monkeypatch, 712, 713, 712)
-    with pytest.raises(InternalError, match="is still page-locked at the address of a new slot"):
+    with pytest.raises(InternalError, match="is still page-locked at the address of new memory"):
         lanes.lock_pages(4096, 8192, THIRD)
 
 
@@ -303,13 +303,14 @@ def test_a_refusal_of_the_driver_is_logged(
     runtime(monkeypatch, 2)
     with caplog.at_level(logging.WARNING):
         assert not lanes.lock_pages(4096, 3_000_000_000, THIRD)
-    assert "slots could not be page-locked (CUDA error 2, text of 2, 3.0 GB)" in caplog.text
+    (message,) = caplog.messages
+    assert "memory for copies could not be page-locked (CUDA error 2, text of 2, 3.0 GB)" in message
     assert "memory limit of the container" in caplog.text
 
 
 @pytest.mark.parametrize(
     ("error", "hip", "words"),
-    [(2, "7.0", "AMD's driver"), (900, None, "is being captured"), (801, None, "hold up training")],
+    [(2, "7.0", "AMD's driver"), (900, None, "is being captured"), (801, None, "each holds")],
 )
 def test_the_log_has_the_causes_of_a_refusal_and_no_limit_that_the_driver_does_not_check(
     monkeypatch: pytest.MonkeyPatch,

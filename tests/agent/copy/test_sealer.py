@@ -23,6 +23,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from ckptd.agent import Agent, Checkpoint
 from ckptd.agent.copy import mapped_slot
 from ckptd.agent.copy import sealer as sealer_module
+from ckptd.agent.copy.checked_copy import CheckedCopy
 from ckptd.agent.copy.fences import Fences, Transfer
 from ckptd.agent.copy.lanes import Mark
 from ckptd.agent.copy.sealer import Sealer
@@ -176,6 +177,43 @@ def test_a_slot_is_given_back_only_once_its_copies_are_over(
     agent.snapshot({"w": torch.full((10,), 2.0)}, step=2).wait("sealed", timeout=60)
 
 
+def test_a_snapshot_that_fails_ends_though_the_device_hangs(
+    agent: Agent, device: Gated, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its slot is given back later, by the thread that waits for the copies."""
+    handovers, returned = agent._link.handovers, list[str]()
+    monkeypatch.setattr(handovers.returns, "give_back", lambda slot, *_: returned.append(slot.name))
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("no more copies")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(CheckedCopy, "copy", fail)
+        with pytest.raises(CkptdError, match="no more copies"):
+            agent.snapshot({"w": torch.ones(10)}, step=1, on_error="raise")
+    assert (returned, handovers._open) == ([], [])
+    assert not handovers.wait_for_threads(0.05)
+    device.gate.set()
+    assert handovers.wait_for_threads(60)
+    assert len(returned) == 1
+    agent.snapshot({"w": torch.ones(10)}, step=2).wait("sealed", timeout=60)
+
+
+def test_close_ends_in_time_after_ctrl_c_in_a_snapshot_of_a_device_that_hangs(
+    agent: Agent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(CheckedCopy, "copy", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            agent.snapshot({"w": torch.ones(10)}, step=1)
+    with pytest.raises(SnapshotFailed, match=r"have not ended within 0\.1 s"):
+        agent.close(timeout=0.1)
+    assert agent.closed
+
+
 def test_recover_waits_for_the_copies_and_counts_the_step(agent: Agent, device: Gated) -> None:
     device.gate.set()
     agent.snapshot({"w": torch.full((10,), 1.0)}, step=1).wait("durable", timeout=60)
@@ -268,7 +306,7 @@ class FakeFences:
             raise self.errors[id(transfer)]
 
     def everything(self) -> Transfer:
-        return Transfer()
+        return self.transfer()
 
     def close(self) -> None:
         self.closed += 1
@@ -337,8 +375,10 @@ def test_only_the_seal_of_the_named_segment_is_waited_for(
 
 def test_without_accelerators_there_are_neither_hooks_nor_a_thread() -> None:
     made = Sealer()
-    made.drain()
+    idle: list[bool] = []
+    made.once_idle(lambda: idle.append(True))
     made.wait()
+    assert idle == [True]
     assert (made._fences, made._started.locked()) == (None, False)
     made.close()
 
@@ -348,9 +388,9 @@ def test_close_waits_for_the_seals_and_removes_the_hooks(
 ) -> None:
     done: list[str] = []
     sealer.later("a", fences.transfer(), lambda: done.append("a"), lambda error: None)
-    assert sealer.drain()
+    sealer.once_idle(lambda: done.append("idle"))
     assert sealer.close()
-    assert (done, fences.closed) == (["a"], 1)
+    assert (sorted(done), fences.closed) == (["a", "idle"], 1)
     assert sealer._over.is_set()
 
 
@@ -376,11 +416,10 @@ def test_nobody_waits_longer_than_asked_for_a_device_that_hangs(
     sealer.later("b", fences.transfer(), lambda: done.append("b"), lambda error: None)
     assert not sealer.wait("b", timeout=0.01)
     monkeypatch.setattr(fences, "everything", hung)
-    draining = threading.Thread(target=sealer.drain, daemon=True)
-    draining.start()
+    sealer.once_idle(lambda: done.append("given back"))
+    assert [sealer.is_sealing(segment) for segment in ("a", "b", "c")] == [True, True, False]
     assert not sealer.close(timeout=0.01)
-    draining.join(60)
-    assert (draining.is_alive(), sealer._over.is_set(), done) == (False, True, [])
+    assert (sealer._over.is_set(), done) == (True, [])
     assert not sealer.wait()  # closed, and no longer waited for
 
 

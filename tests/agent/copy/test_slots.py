@@ -9,6 +9,7 @@ import fcntl
 import itertools
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, cast
@@ -16,6 +17,7 @@ from typing import Any, cast
 import pytest
 import torch
 
+from ckptd.agent.copy import mapped_slot as mapped_slot_module
 from ckptd.agent.copy import slots as slots_module
 from ckptd.agent.copy.mapped_slot import MappedSlot
 from ckptd.agent.copy.slots import MappedSlots, Preparation
@@ -26,6 +28,7 @@ from ckptd.shared.errors import (
     InternalError,
     QuotaExceeded,
     SharedMemoryFull,
+    SnapshotFailed,
     StorageError,
 )
 from ckptd.shared.system.descriptor import Descriptor
@@ -93,7 +96,7 @@ def client() -> Iterator[FakeClient]:
 
 @pytest.fixture
 def slots(client: FakeClient) -> Iterator[MappedSlots]:
-    made = MappedSlots(cast(Client, client), lambda: None)
+    made = MappedSlots(cast(Client, client), lambda timeout: True)
     yield made
     client.answering.set()
     made.wait()
@@ -136,9 +139,12 @@ def test_larger_slots_take_the_place_of_all_others_once_no_copy_is_under_way(
     client: FakeClient,
 ) -> None:
     happened: list[Any] = []
-    slots = MappedSlots(
-        cast(Client, client), lambda: happened.append(("waited", len(client.asked)))
-    )
+
+    def wait(timeout: float) -> bool:
+        happened.append(("waited", len(client.asked)))
+        return True
+
+    slots = MappedSlots(cast(Client, client), wait)
     assert slots.ensure(10, FAR)
     slots.wait()
     assert slots.ensure(1_000_000, FAR)
@@ -148,6 +154,43 @@ def test_larger_slots_take_the_place_of_all_others_once_no_copy_is_under_way(
     slots.wait()
     slots.drop()
     assert (slots.names, [descriptor.closed for descriptor in client.given]) == ([], [True] * 8)
+
+
+def test_no_slot_is_replaced_while_copies_into_it_do_not_end(client: FakeClient) -> None:
+    waited: list[float] = []
+
+    def wait(timeout: float) -> bool:
+        waited.append(timeout)
+        return False
+
+    slots = MappedSlots(cast(Client, client), wait)
+    with pytest.raises(SnapshotFailed, match="copies from an accelerator into the present ones"):
+        slots.ensure(10, time.monotonic() + 60)
+    slots.prepare(10)
+    assert (client.asked, waited[1:]) == ([], [5.0])
+    assert 0 < waited[0] <= 60
+
+
+def test_slots_are_dropped_though_the_driver_does_not_lock_them(
+    client: FakeClient, slots: MappedSlots, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The driver may wait for a device that hangs."""
+    begun, answers = threading.Event(), threading.Event()
+
+    def lock(address: int, length: int, device: torch.device) -> bool:
+        begun.set()
+        assert answers.wait(60)
+        return False
+
+    monkeypatch.setattr(mapped_slot_module, "lock_pages", lock)
+    monkeypatch.setattr(slots_module, "UNLOCK_SECONDS", 0.01)
+    assert slots.ensure(10, FAR, CUDA)
+    assert begun.wait(60)
+    assert not slots.wait(0.01)
+    slots.drop()
+    assert (slots.names, [descriptor.closed for descriptor in client.given]) == ([], [True] * 4)
+    answers.set()
+    assert slots.wait(60)
 
 
 def test_slots_are_dropped_though_the_driver_does_not_unlock_them(
@@ -222,7 +265,7 @@ def test_a_bug_in_the_making_of_slots_is_raised_and_not_tried_again_at_once(
 def test_memory_that_cannot_be_mapped_is_an_error_of_storage(
     client: FakeClient, slots: MappedSlots, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(fd: int, length: int) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
         raise OSError(12, "Cannot allocate memory")
 
     monkeypatch.setattr("ckptd.agent.copy.mapped_slot.map_segment", refuse)

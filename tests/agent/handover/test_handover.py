@@ -12,6 +12,7 @@ from typing import Any, cast
 import pytest
 import torch
 
+from ckptd.agent.copy.fences import Transfer
 from ckptd.agent.copy.slots import MappedSlots
 from ckptd.agent.handover.handover import Handover, Handovers
 from ckptd.agent.link.client import Call, Client
@@ -108,16 +109,20 @@ def granted(segment: str, step: int = 1) -> m.Granted:
     return m.Granted(re=0, segment=segment, step=step)
 
 
-@pytest.mark.parametrize("over", [True, False])
+@pytest.mark.parametrize("copying", [True, False])
 def test_a_slot_is_given_back_once_the_copies_into_it_are_over(
-    monkeypatch: pytest.MonkeyPatch, over: bool
+    monkeypatch: pytest.MonkeyPatch, copying: bool
 ) -> None:
-    world = World(granted("a"))
+    """Nobody waits for that: a device may hang."""
+    world, later = World(granted("a")), list[Callable[[], None]]()
     handover = world.filled(1)
-    handover.copying = True
-    monkeypatch.setattr(world.all.sealer, "drain", lambda: over)
+    handover.copying = copying
+    monkeypatch.setattr(world.all.sealer, "once_idle", later.append)
     world.all.end(handover)
-    assert (("abandon", ("a", 1, "")) in world.daemon.said()) is over
+    assert (("abandon", ("a", 1, "")) in world.daemon.said()) is not copying
+    for give_back in later:
+        give_back()
+    assert ("abandon", ("a", 1, "")) in world.daemon.said()
 
 
 @pytest.mark.parametrize(("seconds", "locked"), [(60, True), (0, False)])
@@ -255,6 +260,19 @@ def test_an_interrupted_call_is_settled_by_the_header(state: SlotState) -> None:
         assert world.slots["a"].state is SlotState.FREE
     world.all.end_interrupted()
     assert len(world.daemon.requests) == 2 + (state is SlotState.FILLING)
+
+
+def test_an_interrupted_call_leaves_its_slot_to_the_thread_that_seals_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The device may hang, and neither the next call nor close() may hang with it."""
+    world = World(granted("a"))
+    handover = world.filled(1)
+    monkeypatch.setattr(world.all.sealer, "_start", lambda: None)
+    world.all.sealer.later("a", Transfer(), lambda: None, lambda error: None)
+    world.all.end_interrupted()
+    assert world.daemon.said() == [("acquire", 1)]
+    assert (handover.pending.state, world.slots["a"].state) == ("staged", SlotState.FILLING)
 
 
 def test_a_granted_slot_that_is_not_used_is_given_back() -> None:

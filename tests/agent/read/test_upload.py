@@ -215,7 +215,29 @@ def test_without_locked_memory_a_recovery_is_slower(
         sending.fill(wanted)
     assert all(right(slot, *pair) for pair in wanted)
     assert locked == []
-    assert "a recovery is slower, because its buffer cannot be page-locked" in caplog.text
+    assert caplog.messages == [
+        "a recovery is slower, because its buffer cannot be page-locked: [Errno 24] Too many open "
+        "files"
+    ]
+
+
+def test_a_driver_that_refuses_to_lock_a_buffer_is_asked_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its refusal is logged each time."""
+    asked: list[int] = []
+
+    def refuse(address: int, length: int, device: torch.device) -> bool:
+        asked.append(length)
+        return False
+
+    monkeypatch.setattr(upload, "lock_pages", refuse)
+    slot, wanted = shards()
+    with Upload(10_000) as sending:
+        sending.fill(wanted)
+        assert len(sending._buffers) == 2
+    assert all(right(slot, *pair) for pair in wanted)
+    assert asked == [200]
 
 
 def saved() -> tuple[Saved, dict[str, torch.Tensor]]:

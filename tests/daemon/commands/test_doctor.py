@@ -75,6 +75,8 @@ def test_doctor_says_on_which_gpu_the_copies_were_tried() -> None:
     for words in ("one NVIDIA H200", "driver 580.159.04", "torch 2.11", "2026-11-28"):
         assert words in doctor.TRIED_ON
         assert words.lower() in text.lower()
+    for words in ("several GPUs", "ROCm", "`.data`", "not page-locked"):
+        assert words in check.message
 
 
 def test_a_user_whose_slots_logind_deletes_is_warned() -> None:
