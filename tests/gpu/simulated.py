@@ -68,7 +68,11 @@ class SimulatedLane:
         self._work.put(copy)
 
     def run(self, work: Callable[[], None]) -> None:
-        self._work.put(work)
+        def run() -> None:
+            time.sleep(self.late)
+            work()
+
+        self._work.put(run)
 
     def mark(self) -> Mark:
         mark = SimulatedMark()
@@ -101,6 +105,7 @@ def simulate() -> None:
     patch.object(KeptPlan, "renew", renew).start()
     patch.object(KeptPlan, "valid", False).start()  # so that the plan is made at each snapshot
     patch.object(sealer, "Fences", made).start()
+    patch.object(upload, "BUFFER", 512 << 10).start()  # so that small states need both, again
     patch.object(upload, "StreamLane", SimulatedLane).start()
     patch.object(upload, "lock_pages", lambda *_: True).start()
     patch.object(upload, "unlock_pages", lambda *_: None).start()

@@ -16,10 +16,20 @@ import torch
 
 from tests.gpu import table
 from tests.gpu.__main__ import FIRST
+from tests.gpu.faults import FAULTS, WITHOUT, Fault, change, planted
 from tests.gpu.rig import Rig
-from tests.gpu.table import CHECKS, NO_DEVICE, ONE_DEVICE, Line, passes, run
+from tests.gpu.table import (
+    CHECKS,
+    CONDITIONS,
+    NO_DEVICE,
+    FaultNotPlanted,
+    Line,
+    passes,
+    run,
+    skipped,
+)
 
-SETTINGS = {"simulated": True, "gigabytes": 0.001, "kills": 1}
+SETTINGS = {"simulated": True, "gigabytes": 0.002, "kills": 1}
 
 
 @pytest.mark.usefixtures("processes")
@@ -33,10 +43,61 @@ def test_every_check_passes_or_is_skipped_by_name(tmp_path: Path) -> None:
     assert [line for line in lines if line["verdict"] == "FAIL"] == [], ended.stdout + ended.stderr
     assert ended.returncode == 0
     assert {line["part"] for line in lines} == set(CHECKS) >= set(FIRST)
-    skipped = [line["figure"] for line in lines if line["verdict"] == "SKIP"]
-    assert set(skipped) <= {NO_DEVICE, ONE_DEVICE}
-    assert len(lines) - len(skipped) >= 25
+    assert {line["figure"] for line in lines if line["verdict"] == "SKIP"} == set(CONDITIONS)
+    # Every line that says PASS has a fault that turns it red, and no fault names another.
+    passed = {
+        (line["part"], line["what"])
+        for line in lines
+        if line["verdict"] == "PASS" and line["part"] not in WITHOUT
+    }
+    skipped = {(line["part"], line["what"]) for line in lines if line["verdict"] == "SKIP"}
+    red = {(fault.check, what) for fault in FAULTS if fault.simulated for what in fault.red}
+    assert passed == red - skipped
+    assert len(passed) >= 25
     assert "simulated lanes. Rates and the driver are not tested" in ended.stdout
+
+
+def test_every_check_has_a_fault_or_a_reason_to_have_none() -> None:
+    assert set(CHECKS) == {fault.check for fault in FAULTS} | set(WITHOUT)
+    assert all(fault.red and all(plant.__doc__ for plant in fault.plants) for fault in FAULTS)
+
+
+@pytest.mark.usefixtures("processes")
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="only without an accelerator")
+@pytest.mark.parametrize("fault", [fault for fault in FAULTS if fault.simulated], ids=str)
+def test_each_check_turns_red_by_its_fault(fault: Fault) -> None:
+    line = planted(fault, SETTINGS)
+    assert line.verdict == "PASS", line.figure
+
+
+def gone(rig: Rig) -> None:
+    change(table, "no such name", None)
+
+
+@pytest.mark.usefixtures("processes")
+def test_a_fault_whose_code_is_gone_is_an_error() -> None:
+    with pytest.raises(FaultNotPlanted, match="env: AttributeError"):
+        planted(Fault("env", [gone], ["device"]), SETTINGS)
+
+
+@pytest.mark.usefixtures("processes")
+def test_a_check_that_its_fault_leaves_green_is_a_line_that_fails() -> None:
+    line = planted(Fault("env", [], ["device"]), SETTINGS)
+    assert (line.verdict, line.figure) == ("FAIL", "red: 0 lines; not red: ['device']")
+
+
+def wrongly_skipped(rig: Rig) -> Iterator[Line]:
+    yield skipped("here", NO_DEVICE)
+
+
+@pytest.mark.usefixtures("processes")
+def test_a_skip_whose_condition_does_not_hold_is_a_line_that_fails(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(CHECKS, "here", wrongly_skipped)
+    monkeypatch.setitem(table.CONDITIONS, NO_DEVICE, lambda: False)
+    (line,) = run("here", SETTINGS)
+    assert (line.verdict, line.figure) == ("FAIL", "was skipped: needs a GPU, which is not so here")
 
 
 def raises(rig: Rig) -> Iterator[Line]:
