@@ -163,7 +163,7 @@ def steps(rig: Rig) -> Iterator[Line]:
         lost = median(beside) - (STEPS + 1) * step
         yield from _compared(rig, training, seconds, step, lost, spread)
     expected = training.values()
-    rig.busy(20)
+    rig.busy(200)
     pending.append(agent.snapshot(training.state, step=len(pending) + 1, persist=False))
     run()
     pending[-1].wait("sealed", timeout=30)

@@ -18,7 +18,7 @@ from unittest.mock import patch
 
 import torch
 
-from ckptd.agent.copy import fences, lanes, mapped_slot, sealer, slots
+from ckptd.agent.copy import fences, lanes, mapped_slot, numa, sealer, slots
 from ckptd.agent.copy.fences import Fences, Transfer
 from ckptd.agent.copy.lanes import StreamLane
 from ckptd.agent.copy.sealer import Sealer
@@ -43,10 +43,8 @@ def copied_in_the_call(rig: Rig) -> None:
     original = lane_of(rig).copy
 
     def copy(self: Any, targets: Any, sources: Any) -> None:
-        late, SimulatedLane.late = SimulatedLane.late, 0.0
         original(self, targets, sources)
         self.mark().synchronize()
-        SimulatedLane.late = late
 
     change(lane_of(rig), "copy", copy)
 
@@ -157,7 +155,7 @@ def other_device(rig: Rig) -> None:
 
 def other_node(rig: Rig) -> None:
     """Slots are on the node of device 0."""
-    original = slots.home_node
+    original = numa.home_node
     change(slots, "home_node", lambda device: original(device and torch.device(device.type, 0)))
 
 
@@ -287,13 +285,13 @@ FAULTS = [
         ["writes to a parameter", "writes to a DTensor", "8-bit optimizer beside"],
     ),
     Fault("writes", [local_versions], ["writes to a DTensor"]),
-    Fault("kill", [sealed_early], ["killed in the copy"]),
-    Fault("held8", [sealed_early], ["bytes of 8 tensors"]),
+    Fault("kill", [sealed_early, nothing_waits], ["killed in the copy"]),
+    Fault("held8", [sealed_early, nothing_waits], ["bytes of 8 tensors"]),
     Fault("held320", [a_tensor_is_skipped], ["bytes of 320 tensors"]),
     Fault("held3000", [a_tensor_is_skipped], ["bytes of 3000 tensors"]),
     Fault("held30000", [a_tensor_is_skipped], ["bytes of 30000 tensors"], simulated=False),
     Fault("sealed", [a_tensor_is_skipped], ["bytes of 320 tensors"]),
-    Fault("steps", [sealed_early], ["bytes beside steps"]),
+    Fault("steps", [a_tensor_is_skipped], ["bytes beside steps"]),
     Fault("recover", [buffer_reused], ["recovered bits", "the next five losses"]),
     Fault("new", [a_piece_is_skipped], ["bits of a new optimizer", "the next five losses of it"]),
     Fault("lost", [a_tensor_is_skipped], ["the next slots get the bytes"]),

@@ -91,7 +91,9 @@ def sharded(rig: Rig) -> tuple[Training, Callable[[], Any]]:
     """The parameters are DTensors, as FSDP2 and tensor parallelism make them."""
     found = training(rig, adam())
     for layer in found.model:
-        layer.weight, layer.bias = torch.nn.Parameter(dtensor(rig, layer.weight.detach())), None
+        assert isinstance(layer, torch.nn.Linear)
+        layer.weight = torch.nn.Parameter(dtensor(rig, layer.weight.detach()))
+        layer.register_parameter("bias", None)
     found.optimizer = adam(fused=True)(found.model.parameters())
 
     def step() -> None:
@@ -162,10 +164,10 @@ def torn_in(
     for number in range(first, first + count):
         step()
         expected = found.values()
-        rig.busy(20 if rig.simulated else 5)  # the copy begins once the next steps are enqueued
-        pending = agent.snapshot(found.state, step=number, persist=False)
-        step()
-        step()
+        with rig.copies_begin_late():
+            pending = agent.snapshot(found.state, step=number, persist=False)
+            step()
+            step()
         pending.wait("sealed", timeout=30)
         torn += bool(differing(expected, contents(agent, number)))
     return torn

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from itertools import chain
 from typing import Any
 
@@ -62,6 +63,19 @@ class Rig:
             SimulatedLane.late = milliseconds / 1000
         else:
             torch.cuda._sleep(int(milliseconds * CYCLES_PER_MS))
+
+    @contextmanager
+    def copies_begin_late(self) -> Iterator[None]:
+        """Context manager. Copies begin once the body has enqueued its work. On simulated
+        lanes, they begin at its end, or when the training waits for them.
+        """
+        if self.simulated:
+            SimulatedLane.late = 0.0
+            SimulatedLane.gate.clear()
+        else:
+            self.busy(5)
+        yield
+        SimulatedLane.gate.set()
 
     def timed(self, work: Callable[[], object]) -> float:
         """Return the seconds that work takes on the device."""

@@ -37,15 +37,20 @@ class SimulatedMark:
         return self.reached.is_set()
 
     def synchronize(self) -> None:
+        SimulatedLane.gate.set()
         self.reached.wait()
 
 
 class SimulatedLane:
     """A lane on a thread. Each copy begins `late` seconds after its call, during which
     the training goes on.
+
+    gate: not set if copies wait, too, until something waits for them.
     """
 
     late = 0.005
+    gate = threading.Event()
+    gate.set()
 
     def __init__(self, device: torch.device) -> None:
         self._work: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
@@ -60,6 +65,7 @@ class SimulatedLane:
 
     def copy(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
         def copy() -> None:
+            self.gate.wait()
             time.sleep(self.late)
             with torch.no_grad():
                 for target, source in zip(targets, sources, strict=True):

@@ -11,6 +11,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -58,9 +59,10 @@ def train_until_killed(tell: Connection, rig: Rig) -> None:
         if rig.simulated:
             rig.busy(300)  # longer than it takes until the kill
         pending = agent.snapshot(state, step=step, persist=False)
+        tell.send(("is copied", step))
         optimizer.step()
         pending.wait("sealed", timeout=30)
-        tell.send(step)
+        tell.send(("is sealed", step))
 
 
 def look(tell: Connection, rig: Rig) -> None:
@@ -72,22 +74,28 @@ def look(tell: Connection, rig: Rig) -> None:
     os._exit(0)
 
 
+def sealed_before_kill(process: Any, told: Connection, seconds: float) -> int:
+    """Kill a trainer that many seconds after its second copy has begun. Return the last
+    step that it has sealed.
+    """
+    last: int = [told.recv() for _ in range(3)][1][1]
+    time.sleep(seconds)
+    os.kill(process.pid, signal.SIGKILL)
+    process.join()
+    with suppress(EOFError, OSError):  # OSError if it died while it sent
+        while True:
+            what, step = told.recv()
+            last = step if what == "is sealed" else last
+    return last
+
+
 @check
 def kill(rig: Rig) -> Iterator[Line]:
     """A trainer that is killed in the middle of a copy leaves the last whole snapshot."""
     chosen, right, sources = random.Random(0), 0, []
     for _ in range(rig.kills):
         process, told = child(train_until_killed, rig)
-        told.recv()  # the copies of the first snapshot are not late
-        last = told.recv()
-        time.sleep(chosen.uniform(0, 0.1))
-        os.kill(process.pid, signal.SIGKILL)
-        process.join()
-        while told.poll():
-            try:
-                last = told.recv()
-            except EOFError:
-                break
+        last = sealed_before_kill(process, told, chosen.uniform(0, 0.1 if rig.simulated else 0.04))
         process, told = child(look, rig)
         found, values = told.recv()
         process.join()

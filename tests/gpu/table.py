@@ -8,7 +8,7 @@ device that hangs, or an error that spoils the process, ends that check only.
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
@@ -78,7 +78,7 @@ def check(function: Check) -> Check:
 
 def run(
     name: str, settings: dict[str, Any], seconds: float = SECONDS, plants: Sequence[Plant] = ()
-) -> Iterator[Line]:
+) -> Generator[Line]:
     """Run a check in a process of its own, beside a daemon, and yield its lines.
 
     plants: plant faults in that process. Raises FaultNotPlanted if that fails.
