@@ -297,7 +297,7 @@ def full(rig: Rig) -> Iterator[Line]:
     the device full.
     """
     if rig.simulated:
-        yield skipped("64 MB left", NO_DEVICE)
+        yield skipped("64 MB left, expandable segments", NO_DEVICE)
         yield skipped("24 MB left for a new agent", NO_DEVICE)
         return
     torch.cuda.memory._set_allocator_settings("expandable_segments:True")

@@ -195,6 +195,12 @@ def torn(rig: Rig) -> Iterator[Line]:
         agent = rig.agent(f"torn-{number}")
         found_torn = torn_in(rig, agent, found, step, 0, count)
         yield passes(kind, found_torn == 0, f"{found_torn} of {count} torn", "0 torn")
+
+
+@check
+def unlocked(rig: Rig) -> Iterator[Line]:
+    """Nor is a snapshot torn if its slot could not be page-locked."""
+    count = SIMULATED if rig.simulated else SNAPSHOTS
     with patch.object(mapped_slot, "lock_pages", lambda address, length, device: False):
         found, step = with_average(rig)
         found_torn = torn_in(rig, rig.agent("unlocked"), found, step, 0, count)
@@ -247,6 +253,7 @@ def capture(rig: Rig) -> Iterator[Line]:
     """A graph can be captured while slots are made, and while a slot is sealed."""
     if rig.simulated:
         yield skipped("capture while slots are made", NO_DEVICE)
+        yield skipped("capture while a slot is sealed", NO_DEVICE)
         return
 
     side = torch.cuda.Stream()
