@@ -125,9 +125,10 @@ perf: $(INSTALLED)
 	$(RUN) -m benchmarks.perf $(if $(LONG),--long) $(if $(HERE),--here)
 
 # Checks the accelerator path: a line for each check, beside torch's own pinned copy. Without a GPU it runs on simulated lanes. ONLY selects
-# checks, LONG=1 takes 16 GB and 30 kills. It needs no test tools: where torch is installed, `python -m tests.gpu` does the same.
+# checks, LONG=1 takes 16 GB and 30 kills, PLANTED=1 plants a fault in each check, which must find it. It needs no test tools: where torch is
+# installed, `python -m tests.gpu` does the same.
 gpu: $(INSTALLED)
-	$(RUN) -m tests.gpu --json gpu.json $(if $(ONLY),--only $(ONLY)) $(if $(LONG),--long)
+	$(RUN) -m tests.gpu --json $(if $(PLANTED),gpu-planted,gpu).json $(if $(ONLY),--only $(ONLY)) $(if $(LONG),--long) $(if $(PLANTED),--planted)
 
 # Writes the manual pages from the commands.
 man: $(INSTALLED)

@@ -38,35 +38,37 @@ COUNTS = {8: "2 ms", 320: "5 ms", 3000: "20 ms", 30000: "200 ms"}
 """Numbers of tensors, with the time in which the call should return."""
 
 
-def holds(rig: Rig, count: int) -> Line:
+def holds(rig: Rig, count: int) -> Iterator[Line]:
     """Compare the time of the call on an idle and on a busy device."""
     nbytes = rig.nbytes if rig.simulated else max(rig.nbytes, count * EACH)
     if rig.simulated and count > 3000:
-        return skipped(f"held, {count} tensors", NO_DEVICE)
+        yield skipped(f"bytes of {count} tensors", NO_DEVICE)
+        yield skipped(f"held, {count} tensors", NO_DEVICE)
+        return
     state: Any = rig.tensors(count, nbytes)
     optimizer, agent = torch.optim.SGD(state.values(), lr=0.0), rig.agent(f"held-{count}")
     agent.prepare(state)
     slots(agent)
     known(agent, optimizer, state)
     held: dict[bool, list[float]] = {False: [], True: []}
+    some, wrong = dict(list(state.items())[:: max(1, count // 100)]), []
     for step in range(1, 7):
         queued = step % 2 == 0
+        rig.change(state)
         rig.synchronize()
         rig.busy(QUEUED if queued else 0)
         pending = agent.snapshot(state, step=step, persist=False)
         optimizer.step()
         held[queued].append(pending.stall)
         pending.wait("sealed", timeout=30)
+        wrong += differing(some, contents(agent, step))  # of a slot that is sealed just now
         settled(agent, step)
-    some = dict(list(state.items())[:: max(1, count // 100)])
-    right = not differing(some, contents(agent, step))
+    yield passes(f"bytes of {count} tensors", not wrong, f"{len(wrong)} of them wrong", "equal")
     idle, busy = median(held[False]), median(held[True])
-    if rig.simulated:
-        return passes(f"bytes of {count} tensors", right, "", "equal")
-    return passes(
-        f"held, {count} tensors, {nbytes / 1e9:.1f} GB",
-        right and busy <= 2 * idle + 0.002,
-        f"busy {ms(busy)}, idle {ms(idle)}, {busy / idle:.1f} x",
+    yield rig.compared(
+        f"held, {count} tensors",
+        busy <= 2 * idle + 0.002,
+        f"busy {ms(busy)}, idle {ms(idle)}, {busy / idle:.1f} x, {nbytes / 1e9:.1f} GB",
         "busy <= 2 x idle + 2 ms",
         f"<= {COUNTS[count]}",
     )
@@ -74,7 +76,7 @@ def holds(rig: Rig, count: int) -> Line:
 
 def held(count: int, rig: Rig) -> Iterator[Line]:
     """The call does not wait for the device, however many tensors there are."""
-    yield holds(rig, count)
+    yield from holds(rig, count)
 
 
 CHECKS.update({f"held{count}": partial(held, count) for count in COUNTS})
@@ -84,10 +86,10 @@ CHECKS.update({f"held{count}": partial(held, count) for count in COUNTS})
 def one_queue(rig: Rig) -> Iterator[Line]:
     """The same with one queue to the device, as Megatron sets it."""
     if rig.simulated:
-        yield skipped("held, MAX_CONNECTIONS=1", NO_DEVICE)
+        yield skipped("held, 3000 tensors", NO_DEVICE)
         return
     os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
-    yield holds(rig, 3000)
+    yield from holds(rig, 3000)
 
 
 @check
@@ -99,6 +101,7 @@ def sealed(rig: Rig) -> Iterator[Line]:
     slots(agent)
     nbytes, times = sum(t.nbytes for t in state.values()), []
     for step in range(5):
+        rig.change(state)
         rig.synchronize()
         begun, cpu = time.perf_counter(), time.process_time()
         pending = agent.snapshot(state, step=step, persist=False)
@@ -122,13 +125,14 @@ def sealed(rig: Rig) -> Iterator[Line]:
 
 
 STEPS = 8  # between two snapshots
+BATCH = 4096
 
 
 @check
 def steps(rig: Rig) -> Iterator[Line]:
     """Steps lose less time to a snapshot than to dcp.async_save's pinned stager."""
-    training = large(rig, 4096 if not rig.simulated else 8)
-    agent, nbytes = rig.agent(), training.nbytes
+    training = large(rig, BATCH if not rig.simulated else 8)
+    agent = rig.agent()
     agent.prepare(training.state)
     slots(agent)
     known(agent, training.optimizer, training.state)
@@ -138,33 +142,61 @@ def steps(rig: Rig) -> Iterator[Line]:
             training.step()
 
     run()
-    quiet = [rig.timed(run) for _ in range(3)]
-    with_snapshots = []
-    pending: list[Any] = []
+    usual, pending = rig.timed(run) / STEPS, list[Any]()
 
     def snapshot() -> None:
         training.step()
         pending.append(agent.snapshot(training.state, step=len(pending) + 1, persist=False))
         run()
 
-    for _ in range(3):
-        with_snapshots.append(rig.timed(snapshot))
-        pending[-1].wait("sealed", timeout=30)
-        settled(agent, len(pending))
-    step = median(quiet) / STEPS
-    lost = median(with_snapshots) - (STEPS + 1) * step
-    spread = max(quiet) - min(quiet)
+    for seconds in (0.2, 1.0) if rig.long and not rig.simulated else (0.2,):
+        if not rig.simulated:
+            rows = max(1, round(BATCH * seconds / usual))
+            training.data = torch.randn(rows, training.data.shape[1], device=rig.device)
+            run()
+        quiet, beside = [rig.timed(run) for _ in range(3)], []
+        for _ in range(3):
+            beside.append(rig.timed(snapshot))
+            pending[-1].wait("sealed", timeout=30)
+            settled(agent, len(pending))
+        step, spread = median(quiet) / STEPS, max(quiet) - min(quiet)
+        lost = median(beside) - (STEPS + 1) * step
+        yield from _compared(rig, training, seconds, step, lost, spread)
+    expected = training.values()
+    rig.busy(200)
+    pending.append(agent.snapshot(training.state, step=len(pending) + 1, persist=False))
+    run()
+    pending[-1].wait("sealed", timeout=30)
+    wrong = differing(expected, contents(agent, len(pending)))
+    yield passes("bytes beside steps", not wrong, f"{len(wrong)} tensors wrong", "equal")
+
+
+def _compared(
+    rig: Rig, training: Training, seconds: float, step: float, lost: float, spread: float
+) -> Iterator[Line]:
+    """Yield the lines about the seconds that steps have lost to a snapshot.
+
+    seconds: of a step, about. step: of a step, as measured. spread: of several such steps.
+    """
+    nbytes = training.nbytes
     copy = nbytes / rig.bus()
     figure = f"{ms(lost)} of steps of {ms(step)}, {100 * lost / step:.1f} %, spread {ms(spread)}"
     yield rig.compared(
-        f"lost to a snapshot of {nbytes / 1e9:.1f} GB",
+        f"lost to a snapshot, {seconds:g} s",
         lost <= max(0.5 * copy, spread),
-        figure,
+        f"{figure}, {nbytes / 1e9:.1f} GB",
         f"<= half of the copy ({ms(copy)})",
-        "<= 1 % of a step",
     )
+    yield rig.compared(
+        f"lost, share of a step of {seconds:g} s",
+        lost <= max(0.01 * step, spread),
+        f"{100 * lost / step:.1f} %",
+        "<= 1 % of a step, or the spread",
+    )
+    if seconds > 0.2:
+        return
     if rig.simulated:
-        yield skipped("lost to dcp.async_save", NO_DEVICE)
+        yield skipped("lost to dcp.async_save, pinned", NO_DEVICE)
         return
     other = median(async_saves(rig, training)) - (STEPS + 1) * step
     yield passes(
@@ -265,7 +297,7 @@ def full(rig: Rig) -> Iterator[Line]:
     the device full.
     """
     if rig.simulated:
-        yield skipped("64 MB left", NO_DEVICE)
+        yield skipped("64 MB left, expandable segments", NO_DEVICE)
         yield skipped("24 MB left for a new agent", NO_DEVICE)
         return
     torch.cuda.memory._set_allocator_settings("expandable_segments:True")

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from itertools import chain
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from ckptd.agent import Agent
 from ckptd.agent.copy.mapped_slot import MappedSlot
 from tests.gpu.simulated import SimulatedLane, simulate
 from tests.gpu.table import NO_DEVICE, Line, passes, skipped
+from tests.oracle.tensors import EightBit
 from tests.support.daemons import Home, holds
 
 CYCLES_PER_MS = 1_900_000  # of `torch.cuda._sleep`, at the clock of an H100 or H200
@@ -21,11 +25,22 @@ CYCLES_PER_MS = 1_900_000  # of `torch.cuda._sleep`, at the clock of an H100 or 
 class Rig:
     """The device of one check's process, or its simulation.
 
-    gigabytes: the size of a large state. kills: how often a trainer is killed.
+    gigabytes: the size of a large state. kills: how often a trainer is killed. long: True
+    if there is time for the checks that take long. devices: how many there are.
     """
 
-    def __init__(self, place: Home, *, simulated: bool, gigabytes: float, kills: int) -> None:
+    def __init__(
+        self,
+        place: Home,
+        *,
+        simulated: bool,
+        gigabytes: float,
+        kills: int,
+        long: bool = False,
+        devices: int = 1,
+    ) -> None:
         self.place, self.simulated, self.kills = place, simulated, kills
+        self.long, self.devices = long, devices
         self.nbytes = int(gigabytes * 1e9)
         self.device = torch.device("cpu") if simulated else torch.device("cuda", 0)
         if simulated:
@@ -48,6 +63,19 @@ class Rig:
             SimulatedLane.late = milliseconds / 1000
         else:
             torch.cuda._sleep(int(milliseconds * CYCLES_PER_MS))
+
+    @contextmanager
+    def copies_begin_late(self) -> Iterator[None]:
+        """Context manager. Copies begin once the body has enqueued its work. On simulated
+        lanes, they begin at its end, or when the training waits for them.
+        """
+        if self.simulated:
+            SimulatedLane.late = 0.0
+            SimulatedLane.gate.clear()
+        else:
+            self.busy(5)
+        yield
+        SimulatedLane.gate.set()
 
     def timed(self, work: Callable[[], object]) -> float:
         """Return the seconds that work takes on the device."""
@@ -72,6 +100,11 @@ class Rig:
             f"t{n}": torch.nn.Parameter(torch.full((each,), float(n), device=self.device))
             for n in range(count)
         }
+
+    @torch.no_grad()
+    def change(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Change every tensor, so that the bytes of an older snapshot are wrong ones."""
+        torch._foreach_add_(list(state.values()), 1.0)
 
 
 class Training:
@@ -126,11 +159,21 @@ class Training:
                 if isinstance(value, torch.Tensor)
             }
         found |= {f"ema.{number}": value for number, value in enumerate(self.ema)}
-        return {name: value.detach().clone() for name, value in found.items()}
+        plain = chain.from_iterable(plain_parts(name, value) for name, value in found.items())
+        return {name: value.detach().clone() for name, value in plain}
 
     @property
     def nbytes(self) -> int:
         return sum(value.nbytes for value in self.values().values())
+
+
+def plain_parts(name: str, tensor: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
+    """Return the tensors of which a tensor consists, by their names in a snapshot."""
+    if isinstance(tensor, DTensor):
+        return [(name, tensor.to_local())]
+    if isinstance(tensor, EightBit):
+        return [(f"{name}.codes", tensor.codes), (f"{name}.scale", tensor.scale)]
+    return [(name, tensor)]
 
 
 def large(rig: Rig, batch: int, steps: int = 1) -> Training:

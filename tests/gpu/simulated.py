@@ -37,15 +37,20 @@ class SimulatedMark:
         return self.reached.is_set()
 
     def synchronize(self) -> None:
+        SimulatedLane.gate.set()
         self.reached.wait()
 
 
 class SimulatedLane:
     """A lane on a thread. Each copy begins `late` seconds after its call, during which
     the training goes on.
+
+    gate: not set if copies wait, too, until something waits for them.
     """
 
     late = 0.005
+    gate = threading.Event()
+    gate.set()
 
     def __init__(self, device: torch.device) -> None:
         self._work: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
@@ -60,6 +65,7 @@ class SimulatedLane:
 
     def copy(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
         def copy() -> None:
+            self.gate.wait()
             time.sleep(self.late)
             with torch.no_grad():
                 for target, source in zip(targets, sources, strict=True):
@@ -68,7 +74,11 @@ class SimulatedLane:
         self._work.put(copy)
 
     def run(self, work: Callable[[], None]) -> None:
-        self._work.put(work)
+        def run() -> None:
+            time.sleep(self.late)
+            work()
+
+        self._work.put(run)
 
     def mark(self) -> Mark:
         mark = SimulatedMark()
@@ -101,6 +111,7 @@ def simulate() -> None:
     patch.object(KeptPlan, "renew", renew).start()
     patch.object(KeptPlan, "valid", False).start()  # so that the plan is made at each snapshot
     patch.object(sealer, "Fences", made).start()
+    patch.object(upload, "BUFFER", 512 << 10).start()  # so that small states need both, again
     patch.object(upload, "StreamLane", SimulatedLane).start()
     patch.object(upload, "lock_pages", lambda *_: True).start()
     patch.object(upload, "unlock_pages", lambda *_: None).start()

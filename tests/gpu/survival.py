@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import ctypes
 import multiprocessing as mp
 import os
 import random
@@ -9,6 +11,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -16,21 +19,29 @@ import psutil
 import torch
 from torch.utils.data import DataLoader
 
-from ckptd.agent import Agent
-from tests.gpu.rig import Rig, contents, large, rate, slots
-from tests.gpu.table import NO_DEVICE, Line, check, passes, skipped
+from ckptd.agent import Agent, Pending
+from ckptd.agent.copy import sealer
+from tests.gpu.rig import Rig, contents, known, large, rate, slots
+from tests.gpu.table import Line, check, passes
 from tests.support.daemons import holds
 
 FORK = mp.get_context("fork")  # these processes begin before this one uses the device
+_PR_SET_PDEATHSIG = 1  # from linux/prctl.h
 SLACK = 1_000_000_000  # bytes
 
 
 def child(work: Callable[..., None], *arguments: Any) -> tuple[Any, Connection]:
+    """Start a process that does the work, and dies with this one."""
     mine, its = FORK.Pipe(duplex=False)
-    process = FORK.Process(target=work, args=(its, *arguments))
+    process = FORK.Process(target=_bound, args=(work, its, *arguments))
     process.start()
     its.close()
     return process, mine
+
+
+def _bound(work: Callable[..., None], *arguments: Any) -> None:
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    work(*arguments)
 
 
 def train_until_killed(tell: Connection, rig: Rig) -> None:
@@ -38,17 +49,20 @@ def train_until_killed(tell: Connection, rig: Rig) -> None:
     count = 64
     state: Any = rig.tensors(count, min(rig.nbytes, 1 << 30))
     optimizer, agent = torch.optim.SGD(state.values(), lr=0.0), rig.agent("kill")
-    agent.recover(state)
-    first = agent.last_step + 1
+    recovered = agent.recover(state)
+    first = recovered.step + 1 if recovered else 1  # new slots hold zeros
     slots(agent)
     for step in range(first, first + 100_000):
         with torch.no_grad():
             torch._foreach_zero_(list(state.values()))
             torch._foreach_add_(list(state.values()), float(step))
+        if rig.simulated:
+            rig.busy(300)  # longer than it takes until the kill
         pending = agent.snapshot(state, step=step, persist=False)
+        tell.send(("is copied", step))
         optimizer.step()
         pending.wait("sealed", timeout=30)
-        tell.send(step)
+        tell.send(("is sealed", step))
 
 
 def look(tell: Connection, rig: Rig) -> None:
@@ -60,22 +74,28 @@ def look(tell: Connection, rig: Rig) -> None:
     os._exit(0)
 
 
+def sealed_before_kill(process: Any, told: Connection, seconds: float) -> int:
+    """Kill a trainer that many seconds after its second copy has begun. Return the last
+    step that it has sealed.
+    """
+    last: int = [told.recv() for _ in range(3)][1][1]
+    time.sleep(seconds)
+    os.kill(process.pid, signal.SIGKILL)
+    process.join()
+    with suppress(EOFError, OSError):  # OSError if it died while it sent
+        while True:
+            what, step = told.recv()
+            last = step if what == "is sealed" else last
+    return last
+
+
 @check
 def kill(rig: Rig) -> Iterator[Line]:
     """A trainer that is killed in the middle of a copy leaves the last whole snapshot."""
     chosen, right, sources = random.Random(0), 0, []
     for _ in range(rig.kills):
         process, told = child(train_until_killed, rig)
-        told.recv()
-        time.sleep(chosen.uniform(0, 0.1))
-        os.kill(process.pid, signal.SIGKILL)
-        process.join()
-        last = -1
-        while told.poll():
-            try:
-                last = told.recv()
-            except EOFError:
-                break
+        last = sealed_before_kill(process, told, chosen.uniform(0, 0.1 if rig.simulated else 0.04))
         process, told = child(look, rig)
         found, values = told.recv()
         process.join()
@@ -106,7 +126,9 @@ def recover(rig: Rig) -> Iterator[Line]:
         rig.timed(lambda: target.copy_(source, non_blocking=True)) for _ in range(3)
     )
     peak = 0
-    if not rig.simulated:
+    if rig.simulated:
+        rig.busy(20)  # a buffer is wanted again before its copy has begun
+    else:
         torch.cuda.reset_peak_memory_stats()
         peak = torch.cuda.memory_allocated()
     taken = rig.timed(lambda: agent.recover(training.state))
@@ -117,7 +139,7 @@ def recover(rig: Rig) -> Iterator[Line]:
     yield passes("recovered bits", same, f"{len(expected)} tensors, {nbytes / 1e9:.1f} GB", "equal")
     again = [training.step() for _ in range(5)]
     yield passes("the next five losses", all(map(torch.equal, losses, again)), "", "bit-equal")
-    yield passes(
+    yield rig.compared(
         "memory beside the state", peak <= SLACK, f"{peak / 1e6:.0f} MB on the device", "<= 1 GB"
     )
     yield rig.compared(
@@ -179,7 +201,7 @@ def new(rig: Rig) -> Iterator[Line]:
     yield passes("bits of a new optimizer", same, f"{len(expected)} tensors, {taken:.2f} s")
     same = all(map(torch.equal, losses, [again.step() for _ in range(5)]))
     yield passes("the next five losses of it", same, "", "bit-equal")
-    yield passes(
+    yield rig.compared(
         "memory for a new optimizer",
         peak <= nbytes + SLACK and host.peak <= SLACK,
         f"{peak / 1e6:.0f} MB on the device, {host.peak / 1e6:.0f} MB on the host",
@@ -202,47 +224,94 @@ def fail_on_device(tell: Connection, rig: Rig) -> None:
     torch.zeros(1, device=rig.device)[torch.tensor([5], device=rig.device)].sum().item()
 
 
-def close_while_busy(tell: Connection, rig: Rig) -> None:
-    agent, state = rig.agent("hung"), {"w": torch.full((1 << 20,), 3.0, device=rig.device)}
-    agent.snapshot(state, step=1, persist=False).wait("sealed", timeout=30)
-    rig.busy(20_000)
-    agent.snapshot(state, step=2, persist=False)
-    begun = time.perf_counter()
+def hang(rig: Rig, seconds: float) -> Pending:
+    """Take a snapshot whose copies begin after the work of a device that hangs, so long
+    that simulated lanes never end it.
+    """
+    agent, state = rig.agent(f"hung-{seconds:.0f}"), rig.tensors(2, 8 << 20)
+    optimizer = torch.optim.SGD(state.values(), lr=0.0)
+    # The step makes the copies late. No call waits for them on the CPU, as on a device.
+    known(agent, optimizer, state)
+    rig.busy(3_600_000 if rig.simulated else 1000 * seconds)
+    kept.append((agent, optimizer))
+    return agent.snapshot(state, step=1, persist=False)
+
+
+kept: list[tuple[Agent, torch.optim.Optimizer]] = []
+"""What must not be collected before the process ends."""
+
+
+def close_while_busy(tell: Connection, rig: Rig, timeout: float) -> None:
+    pending, begun = hang(rig, 20), time.perf_counter()
     try:
-        agent.close(timeout=5)
+        kept[0][0].close(timeout=timeout)
     except Exception as error:
         tell.send((time.perf_counter() - begun, type(error).__name__))
     else:
         tell.send((time.perf_counter() - begun, "closed"))
+    try:
+        pending.wait("sealed", timeout=5)
+    except Exception as error:
+        tell.send(type(error).__name__)
+    else:
+        tell.send("sealed")
     os._exit(0)
+
+
+def end_while_busy(tell: Connection, rig: Rig) -> None:
+    hang(rig, 60)
+    sealer.EXIT_SECONDS = 0.5 if rig.simulated else 5.0
+    tell.send("ends")
+    atexit._run_exitfuncs()  # which multiprocessing does not call
+
+
+def ends(process: Any, seconds: float) -> int | None:
+    """Return the exit code of a process, or None if it does not end by itself in time."""
+    process.join(seconds)
+    code: int | None = process.exitcode
+    process.kill()
+    process.join()
+    return code
 
 
 @check
 def errors(rig: Rig) -> Iterator[Line]:
-    """An error of the device, a device that hangs, and forked workers."""
-    if rig.simulated:
-        yield skipped("device assert", NO_DEVICE)
-        yield skipped("close() of a hung device", NO_DEVICE)
-    else:
-        process, told = child(fail_on_device, rig)
-        told.recv()
-        process.join(10)
-        ended = process.exitcode
-        process.kill()
-        job = rig.place.root / "assert"
-        saved = holds(lambda: job.exists() and any(job.glob("step*")), 10)
-        yield passes(
-            "device assert after the seal",
-            ended is not None and saved,
-            f"exit {ended}, saved: {saved}",
-            "ends within 10 s, saved",
-        )
-        process, told = child(close_while_busy, rig)
-        seconds, answer = told.recv() if told.poll(35) else (35.0, "no answer")
-        process.kill()
-        yield passes(
-            "close(timeout=5) of a hung device", seconds <= 10, f"{seconds:.1f} s, {answer}", "10 s"
-        )
+    """An error of the device, or of the training, and a device that hangs."""
+    seconds, timeout = (5.0, 0.5) if rig.simulated else (10.0, 5.0)
+    process, told = child(fail_on_device, rig)
+    told.recv()
+    ended, job = ends(process, seconds), rig.place.root / "assert"
+    saved = holds(lambda: job.exists() and any(job.glob("step*")), 10)
+    yield passes(
+        "device assert after the seal",
+        ended is not None and saved,
+        f"exit {ended}, saved: {saved}",
+        f"ends within {seconds:.0f} s, saved",
+    )
+    process, told = child(close_while_busy, rig, timeout)
+    limit = seconds if rig.simulated else 35.0
+    taken, answer = told.recv() if told.poll(limit) else (limit, "no answer")
+    outcome = told.recv() if taken < limit and told.poll(limit) else "no answer"
+    process.kill()
+    process.join()
+    yield passes(
+        "close() of a hung device",
+        taken <= seconds and answer != "no answer",
+        f"{taken:.1f} s, {answer} (timeout={timeout:g})",
+        f"{seconds:.0f} s",
+    )
+    yield passes(
+        "its snapshot, which was not copied", outcome == "SnapshotFailed", outcome, "SnapshotFailed"
+    )
+    process, told = child(end_while_busy, rig)
+    told.recv()
+    code = ends(process, limit)
+    yield passes("exit while the device hangs", code is not None, f"exit {code}", f"{limit:.0f} s")
+
+
+@check
+def workers(rig: Rig) -> Iterator[Line]:
+    """Worker processes that are forked while slots are page-locked disturb no copy."""
     agent: Agent = rig.agent("workers")
     state = {"w": torch.full((1 << 20,), 3.0, device=rig.device)}
     agent.prepare(state)
