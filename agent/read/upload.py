@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import partial
-from operator import attrgetter, itemgetter
+from operator import attrgetter, itemgetter, mul
 from typing import Any, Self
 
 import torch
@@ -53,15 +53,14 @@ class Wanted:
         """Return the number of bytes of the shard from the first to the last element of
         the first `count` indices. Others may lie between them.
         """
-        sizes = (count, *self.tensor.shape[1:])
-        last: int = sum((size - 1) * step for size, step in zip(sizes, self.stride, strict=True))
-        return (1 + last) * self.tensor.itemsize
+        ends: int = sum(map(mul, (count, *self.tensor.shape[1:]), self.stride))
+        return (1 + ends - sum(self.stride)) * self.tensor.itemsize
 
     def room(self, count: int) -> int:
         """Return the number of bytes of a buffer that the first `count` indices take. If
         other elements lie between theirs, theirs are packed behind them.
         """
-        span, packed = self.span(count), count * self.tensor.nbytes // len(self.tensor)
+        span, packed = self.span(count), count * self.tensor.nbytes // self.tensor.shape[0]
         return span + packed * (span > packed)
 
     def part(self, first: int, count: int, at: int = 0) -> Wanted:
@@ -181,7 +180,7 @@ class Upload:
         )
         if not pieces:
             return 0
-        length = min(BUFFER, sum(piece.room(len(piece.tensor)) + _ALIGNED for piece in pieces))
+        length = min(BUFFER, sum(piece.room(piece.tensor.shape[0]) + _ALIGNED for piece in pieces))
         if length > self._length:
             self._forget()
             self._length = length
@@ -208,7 +207,7 @@ class Upload:
         buffer.wait()
         reads = Reads()
         for piece in pieces:
-            data = buffer.data[piece.at : piece.at + piece.span(len(piece.tensor))]
+            data = buffer.data[piece.at : piece.at + piece.span(piece.tensor.shape[0])]
             reads.add(piece.shard, memory(data, len(data)), piece.begin)
         total = reads.run(threads)
         by_device: dict[torch.device, list[Wanted]] = defaultdict(list)
@@ -231,7 +230,7 @@ class Upload:
 
 def _send(buffer: torch.Tensor, pieces: list[Wanted]) -> None:
     for piece in pieces:
-        tensor, end = piece.tensor, piece.at + piece.span(len(piece.tensor))
+        tensor, end = piece.tensor, piece.at + piece.span(piece.tensor.shape[0])
         found = buffer[piece.at : end].view(tensor.dtype).as_strided(tensor.shape, piece.stride)
         if end - piece.at > tensor.nbytes:
             # torch would pack elements with gaps between them into ordinary memory.
@@ -268,14 +267,14 @@ def _batches(pieces: Iterable[Wanted], most: int) -> Iterator[list[Wanted]]:
         if count:
             batch.append(piece.part(0, count, at))
             at += -(-piece.room(count) // _ALIGNED) * _ALIGNED
-            if count < len(piece.tensor):
-                left.append(piece.part(count, len(piece.tensor) - count))
+            if count < piece.tensor.shape[0]:
+                left.append(piece.part(count, piece.tensor.shape[0] - count))
         elif batch:
             yield batch
             batch, at = [], 0
             left.append(piece)
         else:  # not even one index fits into a buffer
-            left += [_merged(piece.part(n, 1)) for n in reversed(range(len(piece.tensor)))]
+            left += [_merged(piece.part(n, 1)) for n in reversed(range(piece.tensor.shape[0]))]
     if batch:
         yield batch
 
@@ -284,10 +283,10 @@ def _fitting(piece: Wanted, room: int, *, alone: bool) -> int:
     """Return how many indices of a piece fit into so many bytes and end with a chunk. If
     none do, return 0, or how many fit if the piece is `alone`.
     """
-    counts = range(1, len(piece.tensor) + 1)
+    counts = range(1, piece.tensor.shape[0] + 1)
+    if piece.room(len(counts)) <= room:
+        return len(counts)
     count = bisect_right(counts, room, key=piece.room)
-    if count == len(counts):
-        return count
     start, ranges = piece.shard.item.offset + piece.begin, piece.shard.source.ranges
     number = bisect_right(ranges, start + piece.span(count), key=attrgetter("offset")) - 1
     boundary = ranges[number].offset if number >= 0 else 0
