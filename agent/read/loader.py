@@ -13,6 +13,7 @@ from __future__ import annotations
 import io
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ from ckptd.agent.plan.save_plan import loads_as_weights, may_unpickle
 from ckptd.agent.plan.structure import PLAIN, local_part
 from ckptd.agent.read.saved import Reads, Saved, Shard
 from ckptd.agent.read.sources import Opened
-from ckptd.agent.read.upload import Upload
+from ckptd.agent.read.upload import Upload, Wanted
 from ckptd.agent.state.dtypes import copyable, dtype_of
 from ckptd.shared.errors import IntegrityError, NotFound, StructureMismatch, UnsavableValue
 from ckptd.shared.formats.plan import Alias, Item, c_order
@@ -53,12 +54,12 @@ def load(
 
     A destination may be on any device, and have any dtype that torch converts to. A
     shard that was saved as this rank has it is read by itself. DCP plans the reads of
-    all others. With `upload`, shards go to an accelerator through its buffers, unless
-    they are converted. Raises StructureMismatch if a shape differs, NotFound for an
-    unknown name, IntegrityError, OSError.
+    all others. All that is not converted goes to an accelerator through the buffers of
+    `upload`, or of an Upload of this call. Raises StructureMismatch if a shape differs,
+    NotFound for an unknown name, IntegrityError, OSError.
     """
     direct = Reads()
-    sent: list[tuple[torch.Tensor, Shard]] = []
+    sent: list[Wanted] = []
     converted: list[tuple[torch.Tensor, Shard]] = []
     planned: dict[str, torch.Tensor] = {}
     for name, tensor, box in _own_boxes(destinations):
@@ -76,11 +77,9 @@ def load(
             )
         if shard is None:
             planned[name] = tensor
-        elif not _lies_as(local, shard.item, dtype_of(shard.item.dtype)):
-            converted.append((local, shard))
-        elif upload is not None and upload.goes_to(local.device) and not local.is_inference():
-            sent.append((local, shard))
-        elif local.is_cpu:
+        elif Upload.takes(local, dtype_of(shard.item.dtype)):
+            sent.append(Wanted(local, shard, 0, shard.stride))
+        elif _has_bytes_of(local, shard.item, dtype_of(shard.item.dtype)):
             direct.add(shard, memory(local, shard.item.length))
         else:
             converted.append((local, shard))
@@ -88,12 +87,12 @@ def load(
     planner.set_up_planner(planned, saved.metadata(planned), is_coordinator=True)
     # Before the first write: it may be refused.
     plan = planner.finish_plan(planner.create_global_plan([planner.create_local_plan()])[0])
-    return (
-        direct.run(threads)
-        + (0 if upload is None else upload.fill(sent, threads))
-        + _convert(converted, threads)
-        + execute(saved, plan.items, planner, threads=threads)
-    )
+    with Upload() if upload is None else nullcontext(upload) as uploading:
+        return (
+            direct.run(threads)
+            + _convert(converted, threads)
+            + execute(saved, plan.items, planner, uploading, sent, threads=threads)
+        )
 
 
 def check_partition(saved: Saved, destinations: Mapping[str, torch.Tensor]) -> None:
@@ -219,15 +218,9 @@ def _has_bytes_of(tensor: torch.Tensor, item: Item, dtype: torch.dtype) -> bool:
     """Return True if the stored bytes of an item of this dtype are those of the tensor
     in the memory of the host, so that none are converted.
     """
-    return tensor.is_cpu and _lies_as(tensor, item, dtype)
-
-
-def _lies_as(tensor: torch.Tensor, item: Item, dtype: torch.dtype) -> bool:
-    """Return True if the tensor lies in memory, on any device, as the bytes of a stored
-    item of this dtype do.
-    """
     plain = (
         type(tensor) in PLAIN
+        and tensor.is_cpu
         and not tensor.is_conj()
         and not tensor.is_neg()
         and tensor.dtype == dtype
@@ -238,21 +231,29 @@ def _lies_as(tensor: torch.Tensor, item: Item, dtype: torch.dtype) -> bool:
 
 
 def execute(
-    saved: Saved, reads: Iterable[ReadItem], planner: LoadPlanner, *, threads: int | None = None
+    saved: Saved,
+    reads: Iterable[ReadItem],
+    planner: LoadPlanner,
+    upload: Upload,
+    sent: Iterable[Wanted] = (),
+    *,
+    threads: int | None = None,
 ) -> int:
     """Read the tensors of a planner's items into the destinations that it resolves.
 
     Return the number of raw bytes read.
 
+    upload: fills the destinations on an accelerator, and with them those of `sent`.
+
     Reads batch by batch, so that an error may come after earlier batches are written.
     Raises as `load`.
     """
-    total, batch, size_of_batch = 0, _Batch(planner), 0
+    total, batch, size_of_batch = 0, _Batch(planner, upload, sent), 0
     for read in reads:
         size_of_batch += batch.add(saved, read)
         if size_of_batch > _BATCH:
             total += batch.run(threads)
-            batch, size_of_batch = _Batch(planner), 0
+            batch, size_of_batch = _Batch(planner, upload, ()), 0
     return total + batch.run(threads)
 
 
@@ -262,9 +263,10 @@ class _Batch:
     Holds the reads, and the copies and commits to make after them.
     """
 
-    def __init__(self, planner: LoadPlanner) -> None:
-        self._planner = planner
+    def __init__(self, planner: LoadPlanner, upload: Upload, sent: Iterable[Wanted]) -> None:
+        self._planner, self._upload = planner, upload
         self._reads = Reads()
+        self._sent = list(sent)
         self._raw: dict[tuple[int, int], torch.Tensor] = {}
         self._copies: list[tuple[ReadItem, torch.Tensor | None, torch.Tensor | None]] = []
         self._own = not _is_default(planner)
@@ -284,6 +286,13 @@ class _Batch:
             self._copies.append((read, None, _stored_piece(raw, shard, alias, read)))
             return item.length if fresh else 0
         target = self._target(read)
+        if Upload.takes(target, dtype_of(item.dtype if alias is None else alias.dtype)):
+            no_memory = torch.empty(item.length, dtype=torch.uint8, device="meta")
+            place = _stored_piece(no_memory, shard, alias, read)
+            begin = int(place.storage_offset()) * place.itemsize
+            self._sent.append(Wanted(target, shard, begin, place.stride()))
+            self._copies.append((read, target, None))
+            return 0
         whole = (
             alias is None and not any(read.storage_offsets) and tuple(read.lengths) == item.sizes
         )
@@ -322,7 +331,7 @@ class _Batch:
         return raw, True
 
     def run(self, threads: int | None) -> int:
-        total = self._reads.run(threads)
+        total = self._reads.run(threads) + self._upload.fill(self._sent, threads)
         with torch.no_grad():
             for read, resolved, stored in self._copies:
                 target = self._target(read) if resolved is None else resolved
@@ -426,10 +435,8 @@ def materialize(
     return made
 
 
-def empty_on(
-    saved: Saved, devices: Mapping[str, torch.device], upload: Upload
-) -> dict[str, torch.Tensor]:
-    """Return new tensors for `load`, by name, on those of the devices that `upload` fills.
+def empty_on(saved: Saved, devices: Mapping[str, torch.device]) -> dict[str, torch.Tensor]:
+    """Return new tensors for `load`, by name, on those of the devices that Upload fills.
 
     Their values are not set. Leaves out tensors that `materialize` must make: those that
     share a storage or require gradients. Raises NotFound.
@@ -443,7 +450,7 @@ def empty_on(
             isinstance(item, Alias)
             or item.requires_grad
             or name in bases
-            or not upload.goes_to(device)
+            or not Upload.goes_to(device)
         ):
             continue
         whole = saved.shard_of_whole(name)
@@ -509,11 +516,9 @@ def read_plan(
     Raises NotFound, StructureMismatch, IntegrityError, OSError; UnsavableValue for
     bytes that are refused.
     """
-    execute(
-        opened.saved,
-        [read for read in plan.items if read.type is not LoadItemType.BYTE_IO],
-        planner,
-    )
+    tensors = [read for read in plan.items if read.type is not LoadItemType.BYTE_IO]
+    with Upload() as upload:
+        execute(opened.saved, tensors, planner, upload)
     wanted = [read for read in plan.items if read.type is LoadItemType.BYTE_IO]
     blobs = opened.blobs([read.storage_index.fqn for read in wanted])
     for read in wanted:

@@ -8,11 +8,11 @@ import logging
 import os
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import partial
-from operator import attrgetter
+from operator import attrgetter, itemgetter, mul
 from typing import Any, Self
 
 import torch
@@ -20,6 +20,7 @@ import torch
 from ckptd.agent.copy.lanes import Lane, Mark, StreamLane, lock_pages, unlock_pages
 from ckptd.agent.copy.mapping import map_segment
 from ckptd.agent.plan.layout import memory
+from ckptd.agent.plan.structure import PLAIN
 from ckptd.agent.read.saved import Reads, Shard
 from ckptd.agent.state.dtypes import copyable
 
@@ -29,19 +30,42 @@ BUFFER = 128 << 20
 """The most bytes of one buffer. It holds several chunks, which are read in parallel."""
 
 
-@dataclass(slots=True)
-class _Piece:
-    """A range of a stored shard.
+_ALIGNED = 16
+"""Pieces begin at multiples of so many bytes of a buffer: the largest element has 16."""
 
-    flat: the destination of the whole shard, as bytes. begin, end: the range. at: its
-    place in the buffer.
+
+@dataclass(slots=True)
+class Wanted:
+    """A tensor, or a part of one, and its elements in a stored shard.
+
+    begin: the offset of the first element in the shard, in bytes. stride: of each
+    dimension of the tensor in the shard, in elements. at: its place in the buffer.
     """
 
-    flat: torch.Tensor
+    tensor: torch.Tensor
     shard: Shard
     begin: int
-    end: int
-    at: int
+    stride: Sequence[int]
+    at: int = 0
+
+    def span(self, count: int) -> int:
+        """Return the number of bytes of the shard from the first to the last element of
+        the first `count` indices. Others may lie between them.
+        """
+        ends: int = sum(map(mul, (count, *self.tensor.shape[1:]), self.stride))
+        return (1 + ends - sum(self.stride)) * self.tensor.itemsize
+
+    def room(self, count: int) -> int:
+        """Return the number of bytes of a buffer that the first `count` indices take. If
+        other elements lie between theirs, theirs are packed behind them.
+        """
+        span, packed = self.span(count), count * self.tensor.nbytes // self.tensor.shape[0]
+        return span + packed * (span > packed)
+
+    def part(self, first: int, count: int, at: int = 0) -> Wanted:
+        """Return `count` indices from `first` on."""
+        begin = self.begin + first * self.stride[0] * self.tensor.itemsize
+        return Wanted(self.tensor.narrow(0, first, count), self.shard, begin, self.stride, at)
 
 
 class _Buffer:
@@ -91,7 +115,7 @@ def _segment(length: int, unlocks: list[Callable[[], object]]) -> Any:
         finally:
             os.close(fd)
     except OSError as error:
-        log.warning("a recovery is slower, because its buffer cannot be page-locked: %s", error)
+        log.warning("loading is slower, because its buffer cannot be page-locked: %s", error)
         return None
 
 
@@ -102,14 +126,13 @@ def _unlock(owner: int, address: int, device: torch.device) -> None:
 
 
 class Upload:
-    """The two buffers of one recovery, and a lane to each of its devices.
+    """The two buffers of a recovery or another load, and a lane to each of its devices.
 
     Context manager. A buffer is made when it is first needed, and unlocked at the end.
     """
 
-    def __init__(self, most: int) -> None:
-        """most: the bytes of the checkpoint, beyond which a buffer need not be."""
-        self._length = max(1, min(BUFFER, most))
+    def __init__(self) -> None:
+        self._length = 0
         self._lanes: dict[torch.device, Lane] = {}
         self._buffers: list[_Buffer] = []
         # The driver keeps the last error of each thread, and torch raises it when the
@@ -124,37 +147,55 @@ class Upload:
         try:
             self._drain()
         finally:
-            for buffer in self._buffers:
-                self._aside.submit(buffer.unlock)
+            self._forget()
             self._aside.shutdown()
-            self._buffers.clear()
+
+    def _forget(self) -> None:
+        """Unlock the buffers, from which no copy may run."""
+        wait([self._aside.submit(buffer.unlock) for buffer in self._buffers])
+        self._buffers.clear()
 
     @staticmethod
     def goes_to(device: torch.device) -> bool:
         """Return True if tensors on this device are filled through the buffers."""
         return device.type == "cuda"
 
-    def fill(self, wanted: Iterable[tuple[torch.Tensor, Shard]], threads: int | None = None) -> int:
-        """Fill tensors with the bytes of shards, and return the number of raw bytes read.
-
-        Each tensor must be dense, and have the dtype and the strides of its shard. All
-        copies are done when this returns or raises. Raises IntegrityError, OSError.
+    @staticmethod
+    def takes(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
+        """Return True if `fill` can fill this tensor with stored elements of this dtype,
+        none of which is converted.
         """
-        shards = sorted(
-            ((tensor, shard) for tensor, shard in wanted if shard.item.length),
-            key=lambda pair: (id(pair[1].source), pair[1].item.offset),
+        return (
+            Upload.goes_to(tensor.device)
+            and type(tensor) in PLAIN
+            and tensor.dtype == dtype
+            and not (tensor.is_conj() or tensor.is_neg() or tensor.is_inference())
         )
-        if not shards:
+
+    def fill(self, wanted: Iterable[Wanted], threads: int | None = None) -> int:
+        """Fill tensors that this takes, and return the number of raw bytes read.
+
+        All copies are done when this returns or raises. Raises IntegrityError, OSError.
+        """
+        pieces = sorted(
+            (_merged(piece) for piece in wanted if piece.tensor.numel()),
+            key=lambda piece: (id(piece.shard.source), piece.shard.item.offset + piece.begin),
+        )
+        if not pieces:
             return 0
-        for tensor, _ in shards:
-            if tensor.device not in self._lanes:
-                self._lanes[tensor.device] = StreamLane(tensor.device)
+        length = min(BUFFER, sum(piece.room(piece.tensor.shape[0]) + _ALIGNED for piece in pieces))
+        if length > self._length:
+            self._forget()
+            self._length = length
+        for piece in pieces:
+            if piece.tensor.device not in self._lanes:
+                self._lanes[piece.tensor.device] = StreamLane(piece.tensor.device)
         for lane in self._lanes.values():
             lane.begin()
         try:
             return sum(
-                self._copy(self._buffer(number % 2, pieces[0].flat.device), pieces, threads)
-                for number, pieces in enumerate(_batches(shards, self._length))
+                self._copy(self._buffer(number % 2, batch[0].tensor.device), batch, threads)
+                for number, batch in enumerate(_batches(pieces, self._length))
             )
         finally:
             self._drain()
@@ -164,17 +205,17 @@ class Upload:
         for lane in self._lanes.values():
             lane.mark().synchronize()
 
-    def _copy(self, buffer: _Buffer, pieces: list[_Piece], threads: int | None) -> int:
+    def _copy(self, buffer: _Buffer, pieces: list[Wanted], threads: int | None) -> int:
         """Read and verify pieces in the buffer, and enqueue their copies from there."""
         buffer.wait()
         reads = Reads()
         for piece in pieces:
-            data = buffer.data[piece.at : piece.at + piece.end - piece.begin]
+            data = buffer.data[piece.at : piece.at + piece.span(piece.tensor.shape[0])]
             reads.add(piece.shard, memory(data, len(data)), piece.begin)
         total = reads.run(threads)
-        by_device: dict[torch.device, list[_Piece]] = defaultdict(list)
+        by_device: dict[torch.device, list[Wanted]] = defaultdict(list)
         for piece in pieces:
-            by_device[piece.flat.device].append(piece)
+            by_device[piece.tensor.device].append(piece)
         for device, found in by_device.items():
             lane = self._lanes[device]
             lane.run(partial(_send, buffer.data, found))
@@ -192,48 +233,66 @@ class Upload:
         return self._buffers[number]
 
 
-def _send(buffer: torch.Tensor, pieces: list[_Piece]) -> None:
+def _send(buffer: torch.Tensor, pieces: list[Wanted]) -> None:
     for piece in pieces:
-        data = buffer[piece.at : piece.at + piece.end - piece.begin]
-        piece.flat[piece.begin : piece.end].copy_(data, non_blocking=True)
+        tensor, end = piece.tensor, piece.at + piece.span(piece.tensor.shape[0])
+        found = buffer[piece.at : end].view(tensor.dtype).as_strided(tensor.shape, piece.stride)
+        if end - piece.at > tensor.nbytes:
+            # torch would pack elements with gaps between them into ordinary memory.
+            room = buffer[end : end + tensor.nbytes].view(tensor.dtype)
+            found = room.view(tensor.shape).copy_(found)
+        tensor.copy_(found, non_blocking=True)
 
 
-def _batches(shards: Iterable[tuple[torch.Tensor, Shard]], most: int) -> Iterator[list[_Piece]]:
-    """Yield the pieces of all shards, in lists of at most `most` bytes.
+def _merged(piece: Wanted) -> Wanted:
+    """Return a piece with few dimensions, those with the largest strides in the shard
+    first: dimensions that follow one another in the shard and in the tensor are one.
+    """
+    tensor, merged = copyable(piece.tensor.detach()), list[tuple[int, int, int]]()
+    found = zip(tensor.shape, piece.stride, tensor.stride(), strict=True)
+    for size, step, own in sorted(found, key=itemgetter(1), reverse=True):
+        if merged and merged[-1][1:] == (size * step, size * own):
+            merged[-1] = merged[-1][0] * size, step, own
+        elif size > 1:
+            merged.append((size, step, own))
+    sizes, stride, own_stride = zip(*(merged or [(1, 1, 1)]), strict=True)
+    return Wanted(tensor.as_strided(sizes, own_stride), piece.shard, piece.begin, stride)
 
-    A shard is cut between two chunks where one of them fits, so that few chunks are read
+
+def _batches(pieces: Iterable[Wanted], most: int) -> Iterator[list[Wanted]]:
+    """Yield the pieces, in lists that take at most `most` bytes of a buffer.
+
+    A piece is cut between two chunks where one of them fits, so that few chunks are read
     twice.
     """
-    batch, at = list[_Piece](), 0
-    for tensor, shard in shards:
-        flat, begin = _flat(tensor), 0
-        while begin < shard.item.length:
-            end = _end(shard, begin, most - at)
-            if end is None and at:
-                yield batch
-                batch, at = [], 0
-                continue
-            end = end or begin + most
-            batch.append(_Piece(flat, shard, begin, end, at))
-            at, begin = at + end - begin, end
+    batch, at, left = list[Wanted](), 0, list(pieces)[::-1]
+    while left:
+        piece = left.pop()
+        count = _fitting(piece, most - at, alone=not batch)
+        if count:
+            batch.append(piece.part(0, count, at))
+            at += -(-piece.room(count) // _ALIGNED) * _ALIGNED
+            if count < piece.tensor.shape[0]:
+                left.append(piece.part(count, piece.tensor.shape[0] - count))
+        elif batch:
+            yield batch
+            batch, at = [], 0
+            left.append(piece)
+        else:  # not even one index fits into a buffer
+            left += [_merged(piece.part(n, 1)) for n in reversed(range(piece.tensor.shape[0]))]
     if batch:
         yield batch
 
 
-def _end(shard: Shard, begin: int, room: int) -> int | None:
-    """Return the end of the piece that begins at `begin` and has at most `room` bytes, or
-    None if none ends with a chunk.
+def _fitting(piece: Wanted, room: int, *, alone: bool) -> int:
+    """Return how many indices of a piece fit into so many bytes and end with a chunk. If
+    none do, return 0, or how many fit if the piece is `alone`.
     """
-    length = shard.item.length
-    if length - begin <= room:
-        return length
-    ranges = shard.source.ranges
-    number = bisect_right(ranges, shard.item.offset + begin + room, key=attrgetter("offset")) - 1
-    start = ranges[number].offset if number >= 0 else 0
-    return start - shard.item.offset if start > shard.item.offset + begin else None
-
-
-def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the memory of a dense tensor as bytes."""
-    flat = copyable(tensor.detach()).as_strided((tensor.numel(),), (1,))
-    return flat.view(torch.uint8)
+    counts = range(1, piece.tensor.shape[0] + 1)
+    if piece.room(len(counts)) <= room:
+        return len(counts)
+    count = bisect_right(counts, room, key=piece.room)
+    start, ranges = piece.shard.item.offset + piece.begin, piece.shard.source.ranges
+    number = bisect_right(ranges, start + piece.span(count), key=attrgetter("offset")) - 1
+    boundary = ranges[number].offset if number >= 0 else 0
+    return bisect_right(counts[:count], boundary - start, key=piece.span) or count * alone

@@ -269,7 +269,7 @@ class Loading:
         try:
             if self._exchange is not None:
                 self._exchange.begin(bound)
-            with Upload(sum(source.plan.data_length for source in self.opened.sources)) as upload:
+            with Upload() as upload:
                 self._make(binding, saved, upload)
                 failpoint("agent.recover.loading")
                 self._writing = True
@@ -292,7 +292,7 @@ class Loading:
         unconverted = {
             name: device for name, device in fresh.items() if name not in binding.fresh_dtypes
         }
-        made = empty_on(saved, unconverted, upload)
+        made = empty_on(saved, unconverted)
         self._fresh = materialize(saved, [name for name in fresh if name not in made])
         if made:
             load(saved, made, upload=upload)

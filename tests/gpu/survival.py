@@ -17,6 +17,8 @@ from typing import Any
 
 import psutil
 import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
 from torch.utils.data import DataLoader
 
 from ckptd.agent import Agent, Pending
@@ -150,6 +152,19 @@ def recover(rig: Rig) -> Iterator[Line]:
         ">= 0.25 x torch's pinned copy",
         ">= 16 GB/s",
     )
+    # Rows and columns, as rank 1 of 2 has them.
+    side, agent = 512 if rig.simulated else 8192, rig.agent("shards")
+    whole = [torch.randn(side, side, device=rig.device) for _ in range(2)]
+    state: dict[str, Any] = {"rows": whole[0], "columns": whole[1]}
+    agent.snapshot(state, step=1, persist=False).wait("sealed", timeout=30)
+    mesh = DeviceMesh(rig.device.type, [0, 1], _init_backend=False, _rank=1)
+    mine = [part.chunk(2, dim)[1].contiguous() for dim, part in enumerate(whole)]
+    for dim, name in enumerate(state):
+        blank = torch.zeros_like(mine[dim])
+        state[name] = DTensor.from_local(blank, mesh, [Shard(dim)], run_check=False)
+    agent.recover(state)
+    same = all(map(torch.equal, (part.to_local() for part in state.values()), mine))
+    yield passes("bits of another sharding", same, f"2 x {mine[0].nbytes / 1e6:.0f} MB", "equal")
 
 
 class HostMemory:

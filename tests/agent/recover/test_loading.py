@@ -5,9 +5,10 @@ what would be lost is refused before a write.
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -16,8 +17,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from ckptd.agent import Agent, per_rank
+from ckptd.agent.read import loader, upload
+from ckptd.agent.read.upload import Upload
 from ckptd.agent.recover import conversions
 from ckptd.shared.errors import CkptdError, InvalidRequest, StructureMismatch
+from tests.gpu.simulated import SimulatedLane
 from tests.oracle.prints import text
 from tests.support import ranks as rank_processes
 from tests.support import sharded
@@ -44,6 +48,36 @@ def test_shards_come_back_from_memory(pool: Lend) -> None:
     with sharded.saved("fsdp2", 2, "memory") as saved, pool(2) as ranks:
         ranks.call(sharded.build, "fsdp2", 2)
         assert ranks.call(sharded.recover, saved.place.socket, True) == [("memory", 2)] * 2
+        assert sharded.differing(sharded.together(ranks.call(sharded.whole)), saved.wanted) == []
+
+
+def recover_through_buffers(socket: Path) -> tuple[str, int]:
+    """Recover as if each tensor were on a device, and fail if one is copied past the
+    buffers.
+    """
+    with ExitStack() as stack:
+        for target, name, value in (
+            (upload, "StreamLane", SimulatedLane),
+            (upload, "lock_pages", lambda *_: True),
+            (upload, "unlock_pages", lambda *_: None),
+            (upload, "BUFFER", 256),
+            (Upload, "goes_to", staticmethod(lambda device: True)),
+            (loader, "copy_any", None),
+        ):
+            stack.enter_context(patch.object(target, name, value))
+        return sharded.recover(socket)
+
+
+@pytest.mark.parametrize(
+    ("before", "after"), [(("fsdp2", 4), ("fsdp2", 3)), (("2d", 4), ("tp", 3))], ids=str
+)
+def test_another_sharding_is_recovered_through_the_buffers(
+    before: tuple[str, int], after: tuple[str, int], pool: Lend
+) -> None:
+    with sharded.saved(*before, "storage", pool=pool) as saved, pool(after[1]) as ranks:
+        ranks.call(sharded.build, after[0], 2)
+        ranks.call(sharded.train, 1)  # so that the optimizer has its state in DTensors
+        assert ranks.call(recover_through_buffers, saved.place.socket) == [("storage", 2)] * 3
         assert sharded.differing(sharded.together(ranks.call(sharded.whole)), saved.wanted) == []
 
 
