@@ -295,6 +295,77 @@ def test_a_write_to_a_dtensor_fails_the_snapshot(
         fences.finish(transfer)
 
 
+def laid_out(sizes: Sequence[tuple[int, int]]) -> tuple[torch.nn.Parameter, list[torch.Tensor]]:
+    """Return a flat parameter and parameters in its memory, each with a version counter
+    of its own.
+    """
+    flat, parts = torch.nn.Parameter(torch.ones(6)), list[torch.Tensor]()
+    for begin, end in sizes:
+        part = torch.nn.Parameter(torch.empty(0))
+        part.data = flat.data[begin:end]
+        parts.append(part)
+    return flat, parts
+
+
+def test_a_write_to_the_flat_parameter_of_an_optimizer_fails_the_snapshot_of_its_parts(
+    fences: Fences, device: Device
+) -> None:
+    flat, parts = laid_out([(0, 2), (2, 6)])
+    stepped(flat, device)
+    sources = [part.detach() for part in parts]
+    transfer = fences.start([torch.empty(2), torch.empty(4)], sources, [], sources)
+    assert transfer.late
+    with torch.no_grad():
+        flat.mul_(7)
+    device.run(device.training)
+    with pytest.raises(SnapshotFailed, match="wrote to a parameter while"):
+        fences.finish(transfer)
+
+
+def test_a_write_to_a_part_of_memory_that_is_copied_as_a_whole_fails_the_snapshot(
+    fences: Fences, device: Device
+) -> None:
+    """The plan copies the memory of tensors that overlap through a tensor of its own."""
+    flat, parts = laid_out([(0, 4), (2, 6)])
+    stepped(flat, device)
+    whole = torch.empty(0, dtype=torch.uint8).set_(flat.untyped_storage(), 0, (24,), (1,))
+    transfer = fences.start([torch.empty(24, dtype=torch.uint8)], [whole], [], parts)
+    assert transfer.late
+    with torch.no_grad():
+        parts[1].mul_(7)
+    device.run(device.training)
+    with pytest.raises(SnapshotFailed, match="wrote to a parameter while"):
+        fences.finish(transfer)
+
+
+def test_memory_that_a_parameter_leaves_is_kept_until_it_is_copied(
+    fences: Fences, device: Device
+) -> None:
+    """Otherwise torch would give it to the training, which is not behind the copies."""
+    parameter = torch.nn.Parameter(torch.ones(4))
+    stepped(parameter, device)
+    left = parameter.untyped_storage()._weak_ref()  # type: ignore[attr-defined]
+    transfer = fences.start([torch.empty(4)], [parameter], [])
+    parameter.data = torch.zeros(4)
+    assert not torch.UntypedStorage._expired(left)  # type: ignore[attr-defined]
+    fences.finish(transfer)
+    assert torch.UntypedStorage._expired(left)  # type: ignore[attr-defined]
+    torch.UntypedStorage._free_weak_ref(left)  # type: ignore[attr-defined]
+
+
+def test_memory_that_is_freed_before_it_is_copied_fails_the_snapshot(
+    fences: Fences, device: Device
+) -> None:
+    parameter = torch.nn.Parameter(torch.ones(4))
+    stepped(parameter, device)
+    moment = parameter.detach()
+    transfer = fences.start([torch.empty(4)], [moment], [])
+    device.run(device.side)
+    moment.untyped_storage().resize_(0)
+    with pytest.raises(SnapshotFailed, match="or freed its memory"):
+        fences.finish(transfer)
+
+
 def test_only_the_dtensors_that_are_copied_late_are_watched(
     fences: Fences, device: Device, mesh: DeviceMesh, order: Callable[[], None]
 ) -> None:
