@@ -344,13 +344,13 @@ def test_memory_that_a_parameter_leaves_is_kept_until_it_is_copied(
     """Otherwise torch would give it to the training, which is not behind the copies."""
     parameter = torch.nn.Parameter(torch.ones(4))
     stepped(parameter, device)
-    left = parameter.untyped_storage()._weak_ref()  # type: ignore[attr-defined]
+    left = parameter.untyped_storage()._weak_ref()
     transfer = fences.start([torch.empty(4)], [parameter], [])
     parameter.data = torch.zeros(4)
-    assert not torch.UntypedStorage._expired(left)  # type: ignore[attr-defined]
+    assert not torch.UntypedStorage._expired(left)
     fences.finish(transfer)
-    assert torch.UntypedStorage._expired(left)  # type: ignore[attr-defined]
-    torch.UntypedStorage._free_weak_ref(left)  # type: ignore[attr-defined]
+    assert torch.UntypedStorage._expired(left)
+    torch.UntypedStorage._free_weak_ref(left)
 
 
 def test_memory_that_is_freed_before_it_is_copied_fails_the_snapshot(
