@@ -42,6 +42,7 @@ from ckptd.agent.handover.handover import Handover
 from ckptd.agent.handover.outcomes import MISTAKES, Outcomes
 from ckptd.agent.handover.rank_link import CLOSE_SECONDS, RankLink
 from ckptd.agent.link.arguments import (
+    Hold,
     OnBusy,
     OnError,
     Unsavable,
@@ -256,6 +257,7 @@ class Agent:
         on_error: OnError = "raise-until-sealed",
         on_failure: Callable[[Pending], object] | None = None,
         unsavable: Unsavable = "refuse",
+        hold: Hold = "late",
     ) -> Pending:
         """Copy `state` as it is now into a slot, and return.
 
@@ -300,6 +302,11 @@ class Agent:
             snapshot with UnsavableValue. "skip" leaves the value out, logs its key, and
             adds it to `Pending.unsaved`; recover() then leaves this value of the state
             as it is.
+        hold: what waits for the copies of an optimizer's tensors on an accelerator.
+            "late": the next step of that optimizer. "now": everything that is enqueued
+            after this call on the current stream, as for other tensors. Choose "now" if
+            these tensors may be written to before that step in a way that torch does
+            not count, such as `parameter.data.copy_(...)`.
 
         Raises UnsavableValue, also for an exception in a state_dict(), InvalidRequest,
         InvalidName, and AlreadyExists for a tag that is taken, all as `on_error` says.
@@ -332,6 +339,8 @@ class Agent:
                     )
                     check_choice("on_error", on_error, OnError)
                     check_choice("unsavable", unsavable, Unsavable)
+                    check_choice("hold", hold, Hold)
+                    handover.at_once = hold == "now"
                     pending.unsaved = {} if unsavable == "skip" else None
                     if capturing():
                         raise InvalidRequest(CAPTURED)

@@ -16,7 +16,7 @@ from typing import Any, SupportsIndex, TypeVar
 from ckptd.agent.agent import Agent
 from ckptd.agent.handover.outcomes import MISTAKES, Outcomes
 from ckptd.agent.handover.rank_link import CLOSE_SECONDS
-from ckptd.agent.link.arguments import OnBusy, OnError, Unsavable, as_step
+from ckptd.agent.link.arguments import Hold, OnBusy, OnError, Unsavable, as_step
 from ckptd.agent.pending import Pending, PendingSnapshot
 from ckptd.agent.recover.options import OnReshape
 from ckptd.agent.recover.recovery import Recovered
@@ -72,6 +72,7 @@ def snapshot(
     on_error: OnError = "raise-until-sealed",
     on_failure: Callable[[Pending], object] | None = None,
     unsavable: Unsavable = "refuse",
+    hold: Hold = "late",
 ) -> Pending:
     """Call `Agent.snapshot` of this process's agent, which is made if there is none.
 
@@ -91,7 +92,7 @@ def snapshot(
     return agent.snapshot(
         state, step=step, tag=tag, persist=persist, on_busy=on_busy, metrics=metrics,
         user_content=user_content, rng=rng, replicate=replicate, on_error=on_error,
-        on_failure=on_failure, unsavable=unsavable,
+        on_failure=on_failure, unsavable=unsavable, hold=hold,
     )  # fmt: skip
 
 

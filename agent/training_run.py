@@ -333,7 +333,8 @@ class Training:
         taken: Pending | None = None
         if last:
             take = default.snapshot if self._given is None else self._given.snapshot
-            taken = take(self._state, step=step, metrics=self.metrics or None)
+            # After the loop, average weights may take the place of the others.
+            taken = take(self._state, step=step, metrics=self.metrics or None, hold="now")
         elif due:
             taken = self._schedule.snapshot(self._state, step=step, metrics=self.metrics or None)
         if taken is not None:

@@ -8,12 +8,12 @@
  * The caller guarantees that the memory is there until the call returns. The GIL is released. Each part is the work of one thread.
  *
  * The bytes are written past the cache, because nobody reads them soon. An ordinary store of a line that is not in the cache first reads the
- * line from memory, which costs a third of the bandwidth. The processor computes a crc32c in steps of 8 bytes. A step takes three cycles,
- * but one can begin in each cycle, so three lanes are computed side by side.
+ * line from memory, which costs a third of the bandwidth.
  *
- * A load waits for an earlier store to an address that has the same lowest 12 bits, as if it were the same address. Where the source and the
- * target are alike in these bits, a copy from one to the other takes four times as long (AMD Zen 3). All bytes but those at the ends of a long
- * piece therefore go through a small block in the cache, which is apart from both.
+ * A crc32c is the remainder of a division of polynomials over GF(2). Bytes are loaded in vectors, and a vector that lies a fixed distance
+ * behind is folded onto another by two carry-less products with constants, which does not change that remainder (Gopal et al., "Fast CRC
+ * Computation for Generic Polynomials Using PCLMULQDQ Instruction", Intel 2009). Vectors of 32 bytes keep the bandwidth of memory, and
+ * vectors of 16 bytes are for older processors and for short pieces.
  */
 #define Py_LIMITED_API 0x030b0000
 #define PY_SSIZE_T_CLEAN
@@ -29,7 +29,7 @@
 #include <stdint.h>
 #include <string.h>
 
-enum { LANE = 4096, BLOCK = 3 * LANE, PAGE = 4096, LINE = 64 };
+enum { LINE = 64, WIDE = 256, NARROW = 64 }; /* bytes that are folded at once */
 enum { MOST_THREADS = 64, LEAST_SHARE = 1 << 20 }; /* to start a thread takes as long as to copy LEAST_SHARE bytes */
 
 typedef struct {
@@ -50,32 +50,20 @@ typedef struct {
     size_t count, nbytes, next;
 } Work;
 
-/* The register of a crc32c after LANE bytes of zeros is a linear function of the register before: here for each byte of that register. */
-static uint32_t behind_zeros[4][256];
+/* Whether this processor folds vectors of 32 bytes. */
+static int is_wide;
 
-__attribute__((target("sse4.2"))) static void fill_table(void)
-{
-    uint32_t of_bit[32];
-    for (int bit = 0; bit < 32; bit++) {
-        uint64_t reg = (uint64_t)1 << bit;
-        for (int i = 0; i < LANE; i += 8)
-            reg = _mm_crc32_u64(reg, 0);
-        of_bit[bit] = (uint32_t)reg;
-    }
-    for (int byte = 0; byte < 4; byte++)
-        for (int value = 0; value < 256; value++) {
-            uint32_t reg = 0;
-            for (int bit = 0; bit < 8; bit++)
-                if (value >> bit & 1)
-                    reg ^= of_bit[8 * byte + bit];
-            behind_zeros[byte][value] = reg; /* the same at each import, even if another thread copies meanwhile */
-        }
-}
+/* The factors that move a vector forward by so many bytes: x^(8 * bytes + 31) for its first half, and x^(8 * bytes - 33) for the second,
+ * modulo the polynomial. Its bits are reflected: bit 0 of a register is x^31. */
+static uint64_t of_wide[2], of_narrow[2];
 
-static uint64_t shifted(uint64_t reg)
+__attribute__((target("sse4.2"))) static void find_factors(uint64_t *factors, size_t bytes)
 {
-    return behind_zeros[0][reg & 255] ^ behind_zeros[1][reg >> 8 & 255] ^ behind_zeros[2][reg >> 16 & 255] ^
-           behind_zeros[3][reg >> 24 & 255];
+    uint64_t power = 1;
+    for (size_t at = sizeof power; at < bytes; at += sizeof power)
+        power = _mm_crc32_u64(power, 0); /* times x^64 */
+    factors[1] = power;
+    factors[0] = _mm_crc32_u64(power, 0);
 }
 
 /* Words at any address. A word is loaded once, so that its checksum is that of the bytes that are stored, even if another process changes the
@@ -89,7 +77,7 @@ static inline Word load(const char *place)
 
 #define INLINED __attribute__((target("sse4.2"), always_inline)) static inline
 
-/* Copies through the cache, and returns the register of the crc32c behind these bytes. With `storing` 0, nothing is stored. */
+/* Copies like `pass`, but through the cache. */
 INLINED uint64_t pass_short(char *target, const char *source, size_t length, uint64_t reg, const int storing)
 {
     size_t i = 0;
@@ -108,40 +96,55 @@ INLINED uint64_t pass_short(char *target, const char *source, size_t length, uin
     return reg;
 }
 
-/* Returns the place for a block in a buffer of BLOCK + PAGE bytes that is farthest from target and source, modulo PAGE, at the start of a line. */
-static char *place_between(char *buffer, const char *target, const char *source)
-{
-    uintptr_t gap = ((uintptr_t)source - (uintptr_t)target) % PAGE;
-    uintptr_t middle = (uintptr_t)target + gap / 2 + (gap < PAGE / 2 ? PAGE / 2 : 0);
-    return buffer + (middle / LINE * LINE - (uintptr_t)buffer) % PAGE;
-}
+/* Defines a function that copies as many whole steps of BYTES as there are, past the cache, and returns the number of these bytes. The target
+ * begins at a line. Each load is kept in its register, so that no byte is loaded twice. */
+#define FOLDING(name, features, BYTES, factors, Vector, load_vector, stream, xor, product, from_numbers, first)             \
+    __attribute__((target(features))) static size_t name(char *target, const char *source, size_t length, uint64_t *reg, int storing) \
+    {                                                                                                                        \
+        enum { COUNT = BYTES / sizeof(Vector) };                                                                             \
+        Vector folded[COUNT], by = from_numbers(factors);                                                                    \
+        uint64_t words[BYTES / sizeof(uint64_t)], rest = 0;                                                                  \
+        size_t at = 0;                                                                                                       \
+        for (; at + BYTES <= length; at += BYTES) {                                                                          \
+            _Pragma("GCC unroll 8") for (int i = 0; i < COUNT; i++) {                                                        \
+                Vector read = load_vector((const void *)(source + at + i * sizeof(Vector)));                                 \
+                __asm__ volatile("" : "+x"(read));                                                                           \
+                if (storing)                                                                                                 \
+                    stream((void *)(target + at + i * sizeof(Vector)), read);                                                \
+                if (at)                                                                                                      \
+                    folded[i] = xor(xor(product(folded[i], by, 0x00), product(folded[i], by, 0x11)), read);                  \
+                else                                                                                                         \
+                    folded[i] = i ? read : xor(read, first(*reg));                                                           \
+            }                                                                                                                \
+        }                                                                                                                    \
+        if (at) {                                                                                                            \
+            memcpy(words, folded, sizeof words);                                                                             \
+            for (size_t i = 0; i < sizeof words / sizeof *words; i++)                                                        \
+                rest = _mm_crc32_u64(rest, words[i]);                                                                        \
+            *reg = rest;                                                                                                     \
+        }                                                                                                                    \
+        return at;                                                                                                           \
+    }
+#define TWICE(factors) _mm256_broadcastsi128_si256(ONCE(factors))
+#define ONCE(factors) _mm_set_epi64x((long long)factors[1], (long long)factors[0])
+#define FIRST_OF_TWO(reg) _mm256_set_epi64x(0, 0, 0, (long long)(reg))
+#define FIRST_OF_ONE(reg) _mm_cvtsi64_si128((long long)(reg))
 
-/* Does the same past the cache, as far as that pays. */
+FOLDING(fold_wide, "avx2,vpclmulqdq,sse4.2", WIDE, of_wide, __m256i, _mm256_loadu_si256, _mm256_stream_si256, _mm256_xor_si256,
+        _mm256_clmulepi64_epi128, TWICE, FIRST_OF_TWO)
+FOLDING(fold_narrow, "pclmul,sse4.2", NARROW, of_narrow, __m128i, _mm_loadu_si128, _mm_stream_si128, _mm_xor_si128, _mm_clmulepi64_si128, ONCE,
+        FIRST_OF_ONE)
+
+/* Copies, and returns the register of the crc32c behind these bytes. With `storing` 0, nothing is stored. */
 INLINED uint64_t pass(char *target, const char *source, size_t length, uint64_t reg, const int storing)
 {
-    _Alignas(LINE) char buffer[BLOCK + PAGE];
-    size_t at = 0;
-    if (length >= BLOCK) {
-        at = -(uintptr_t)target % LINE;
-        reg = pass_short(target, source, at, reg, storing);
-    }
-    char *block = place_between(buffer, target + at, source + at);
-    for (; at + BLOCK <= length; at += BLOCK) {
-        const char *from = source + at;
-        uint64_t of_lane[3] = {reg, 0, 0};
-        for (size_t line = 0; line < LANE; line += LINE)
-            for (int lane = 0; lane < 3; lane++)
-                for (size_t i = lane * LANE + line; i < lane * LANE + line + LINE; i += sizeof(Word)) {
-                    Word word = load(from + i);
-                    if (storing)
-                        *(Word *)(block + i) = word;
-                    of_lane[lane] = _mm_crc32_u64(of_lane[lane], word);
-                }
-        if (storing)
-            for (size_t i = 0; i < BLOCK; i += sizeof(__m128i))
-                _mm_stream_si128((__m128i *)(target + at + i), _mm_load_si128((const __m128i *)(block + i)));
-        reg = shifted(shifted(of_lane[0]) ^ of_lane[1]) ^ of_lane[2];
-    }
+    size_t at = -(uintptr_t)target % LINE;
+    if (at > length)
+        at = length;
+    reg = pass_short(target, source, at, reg, storing);
+    if (is_wide)
+        at += fold_wide(target + at, source + at, length - at, &reg, storing);
+    at += fold_narrow(target + at, source + at, length - at, &reg, storing);
     return pass_short(target + at, source + at, length - at, reg, storing);
 }
 
@@ -362,11 +365,13 @@ static PyMethodDef methods[] = {
 
 static int check_processor(PyObject *Py_UNUSED(module))
 {
-    if (!__builtin_cpu_supports("sse4.2")) {
-        PyErr_SetString(PyExc_ImportError, "this processor has no instruction for a crc32c");
+    if (!__builtin_cpu_supports("sse4.2") || !__builtin_cpu_supports("pclmul")) {
+        PyErr_SetString(PyExc_ImportError, "this processor has no instructions for a crc32c");
         return -1;
     }
-    fill_table();
+    is_wide = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("vpclmulqdq");
+    find_factors(of_wide, WIDE); /* the same at each import, even if another thread copies meanwhile */
+    find_factors(of_narrow, NARROW);
     return 0;
 }
 

@@ -105,6 +105,8 @@ class Fences:
         sources: Sequence[torch.Tensor],
         modules: Sequence[torch.nn.Module],
         captured: Iterable[torch.Tensor] = (),
+        *,
+        at_once: bool = False,
     ) -> Transfer:
         """Enqueue the copies of `sources` into `targets` and return the transfer, once
         everything is enqueued.
@@ -112,7 +114,8 @@ class Fences:
         The caller's stream waits for the copies that hold back writes at once.
         `modules` are the modules in the state: loading a state dict into one of them
         waits for the late copies. `captured` are the tensors of the state, with those
-        that lie in the memory of others, and the DTensors of the local tensors.
+        that lie in the memory of others, and the DTensors of the local tensors. With
+        `at_once`, no copy is late.
 
         Raises InvalidRequest while the caller's stream is captured into a graph.
         """
@@ -120,15 +123,15 @@ class Fences:
             raise InvalidRequest(CAPTURED)
         memory = [tensor.untyped_storage() for tensor in sources]
         transfer = Transfer(sources=list(sources), memory=memory)
-        owned = self._owned() if self._may_wait else {}
+        owned = self._owned() if self._may_wait and not at_once else {}
         addresses = list(map(_storage, sources))
         by_device: dict[torch.device, tuple[list[int], list[int]]] = defaultdict(lambda: ([], []))
         for number, source in enumerate(sources):
             late = addresses[number] in owned and not source.is_inference()
             by_device[source.device][late].append(number)
         try:
-            for device, (at_once, late_ones) in by_device.items():
-                self._enqueue(transfer, self._lane(device), targets, at_once, late_ones)
+            for device, numbers in by_device.items():
+                self._enqueue(transfer, self._lane(device), targets, *numbers)
         except BaseException:
             # No copy may still write into the slot when the caller gives it back.
             for lane in self._lanes.values():

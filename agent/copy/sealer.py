@@ -86,12 +86,14 @@ class Sealer:
         sources: list[torch.Tensor],
         modules: list[torch.nn.Module],
         captured: Iterable[torch.Tensor] = (),
+        *,
+        at_once: bool = False,
     ) -> Transfer:
         """Enqueue the copies of `sources` into `targets`, and return the transfer.
 
         `Fences.start` has the whole contract.
         """
-        return self._made().start(targets, sources, modules, captured)
+        return self._made().start(targets, sources, modules, captured, at_once=at_once)
 
     def beside(self, device: torch.device, work: Callable[[], None]) -> Transfer:
         """Run work in the lane of a device, and return its transfer.

@@ -58,6 +58,8 @@ class Handover:
         """The segment that `end` does not give back, because its seal is under way
         or the caller holds it; "" if there is none.
         """
+        self.at_once = False
+        """True if all later writes wait for the copies, also those of an optimizer."""
         self._all = handovers
         self._slot: MappedSlot | None = None
         self._beside: Transfer | None = None
@@ -170,7 +172,7 @@ class Handover:
             sources,
             layout,
             self.pending.step,
-            lambda to, of: self._all.sealer.carry(to, of, modules, captured),
+            lambda to, of: self._all.sealer.carry(to, of, modules, captured, at_once=self.at_once),
             unlike,
         )
         beside, self._beside = self._beside, None

@@ -26,7 +26,7 @@ from torch.optim.swa_utils import AveragedModel
 from ckptd.agent import default
 from ckptd.agent.agent import Agent, recover_after_part
 from ckptd.agent.convert.load_model import load_model
-from ckptd.agent.link.arguments import job_name
+from ckptd.agent.link.arguments import Hold, job_name
 from ckptd.agent.link.launch import find_place
 from ckptd.agent.pending import Pending
 from ckptd.agent.read.checkpoint import Checkpoint
@@ -359,7 +359,8 @@ class _Attachment:
         self._global_step = trainer.global_step
         self._progress.inside_epoch = not last
         if last:
-            self._left = partial(self._take, self._step)
+            # Callbacks that come next may put average weights into the model.
+            self._left = partial(self._take, self._step, hold="now")
         else:
             self._take(self._step)
             self._note_metrics()
@@ -378,16 +379,18 @@ class _Attachment:
         """
         return int(self._trainer.fit_loop.epoch_loop._batches_that_stepped)
 
-    def _take(self, step: int, *, now: bool = False) -> None:
+    def _take(self, step: int, *, now: bool = False, hold: Hold = "late") -> None:
         state, metrics = self._state(), self._metrics()
         if now:
             if step > self._last_step:
                 take = calls_of(self._given).snapshot
-                self._pending = take(state, step=step, metrics=metrics)
+                self._pending = take(state, step=step, metrics=metrics, hold="now")
                 self._last_step = step
-        elif (taken := self._schedule.snapshot(state, step=step, metrics=metrics)) is not None:
-            self._pending = taken
-            self._last_step = step
+        else:
+            taken = self._schedule.snapshot(state, step=step, metrics=metrics, hold=hold)
+            if taken is not None:
+                self._pending = taken
+                self._last_step = step
 
     def _metrics(self) -> dict[str, float]:
         """Return the values that were logged in this step.

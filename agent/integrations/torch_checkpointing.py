@@ -216,7 +216,12 @@ class CkptdStorage:
         if chosen <= self._taken or tag in self._tags:
             self._begin_next()
         pending = self.agent.snapshot(
-            state, step=chosen, tag=tag, rng=self._rng, user_content={"id": os.fspath(path)}
+            state,
+            step=chosen,
+            tag=tag,
+            rng=self._rng,
+            user_content={"id": os.fspath(path)},
+            hold="now",  # as after the copy that `copied` stands for
         )
         self._last = self._taken = chosen
         if tag is not None:

@@ -26,6 +26,7 @@ from ckptd.shared.retention import Policy
 from ckptd.shared.system.machine import host
 from ckptd.shared.system.settings import FOREIGN_MEMORY_CHOICES
 
+Hold = Literal["late", "now"]
 OnBusy = Literal["wait", "skip"]
 OnError = Literal["raise-until-sealed", "raise", "log"]
 Unsavable = Literal["refuse", "skip"]

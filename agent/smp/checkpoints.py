@@ -97,7 +97,7 @@ def save_checkpoint(
     state = {name: value for name, value in state.items() if value is not None}
     run.highest = _next_step(tag, run.highest)
     pending = run.saved[tag] = agent.snapshot(
-        state, step=run.highest, user_content={"tag": tag}, on_error="raise"
+        state, step=run.highest, user_content={"tag": tag}, on_error="raise", hold="now"
     )
     if not partial:
         pending.wait("durable")

@@ -71,6 +71,7 @@ def save(obj: Any, f: str | os.PathLike[str], partial: bool = True) -> Pending:
         rng=False,
         user_content={"tag": name if partial else ""},
         on_error="raise",
+        hold="now",
     )
     if partial:
         run.saved[name] = pending

@@ -68,7 +68,7 @@ def test_every_option_reaches_the_agent(agents: list[FakeAgent]) -> None:
     options: dict[str, Any] = {
         "step": 3, "tag": "best", "persist": False, "on_busy": "skip", "metrics": {"x": 1},
         "user_content": [1], "rng": False, "replicate": True, "on_error": "log", "on_failure": None,
-        "unsavable": "skip",
+        "unsavable": "skip", "hold": "now",
     }  # fmt: skip
     default.snapshot("state", **options)
     wanted: dict[str, Any] = {

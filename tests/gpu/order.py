@@ -187,6 +187,19 @@ def writes(rig: Rig) -> Iterator[Line]:
             refused(rig, agent, state, 2, lambda p=parameter, z=zeros: p.copy_(z)),  # type: ignore[misc]
         ]
         yield passes(f"writes to {kind}", all(found), f"{sum(found)} of 2 failed", "all fail")
+    optimizer, agent = torch.optim.SGD([plain], lr=0.0), rig.agent("now")
+    known(agent, optimizer, {"w": plain})
+    kept = plain.detach().cpu().clone()
+    rig.busy(100)
+    pending = agent.snapshot({"w": plain}, step=1, persist=False, hold="now")
+    plain.data.add_(1)
+    pending.wait("sealed", timeout=30)
+    yield passes(
+        "writes by .data after hold='now'",
+        not differing({"w": kept}, contents(agent, 1)),
+        "",
+        "equal",
+    )
     other = torch.nn.Parameter(torch.ones(64, device=rig.device))
     holder = torch.optim.SGD([other], lr=0.0)
     holder.state[other]["moment"] = EightBit.quantized(torch.ones(1024, device=rig.device))

@@ -27,8 +27,8 @@ from tests.support.cases import each_case
 from tests.support.scripts import python
 
 CHUNK = 1 << 16
-LANES = 3 * 4096
-"""The bytes that the copy handles together. It treats what is left in another way."""
+STEP = 256
+"""The most bytes that the copy handles together. It treats what is left in another way."""
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +46,7 @@ def compiled() -> Callable[..., list[int]]:
 def test_bytes_and_checksums_of_any_pieces_and_parts(
     compiled: Callable[..., list[int]], data: st.DataObject
 ) -> None:
-    sizes = st.integers(0, 300) | st.integers(LANES - 70, LANES + 70) | st.integers(0, 5 * LANES)
+    sizes = st.integers(0, 700) | st.integers(STEP - 70, STEP + 70) | st.integers(0, 50_000)
     lengths = data.draw(st.lists(sizes, max_size=6))
     total = sum(lengths)
     ends = [*sorted(data.draw(st.lists(st.integers(0, total), max_size=5))), total]
@@ -114,9 +114,11 @@ def test_the_checksum_is_that_of_the_bytes_that_are_stored_even_if_the_source_ch
 
     changing = threading.Thread(target=change)
     changing.start()
-    torn = 0
+    torn = copies = 0
     try:
-        for _ in range(200):
+        # On a busy machine, the other thread may not run for many copies.
+        while copies < 200 or (torn == 0 and copies < 20_000):
+            copies += 1
             assert compiled([addresses[1]], [addresses[0]], [length], [length], 1, 0) == [
                 crc32c(target)
             ]

@@ -194,6 +194,18 @@ def test_a_parameter_is_copied_while_forward_and_backward_run(
     fences.finish(transfer)
 
 
+def test_a_write_that_is_not_counted_comes_after_the_copies_that_hold_back_at_once(
+    fences: Fences, device: Device, order: Callable[[], None]
+) -> None:
+    parameter, slot = torch.nn.Parameter(torch.ones(4)), torch.empty(4)
+    stepped(parameter, device)
+    transfer = fences.start([slot], [parameter], [], at_once=True)
+    device.does(lambda: parameter.data.copy_(torch.full((4,), 9.0)))
+    order()
+    assert slot.tolist() == [0, 0, 0, 0]
+    fences.finish(transfer)
+
+
 def test_the_next_step_comes_after_the_copy(
     fences: Fences, device: Device, order: Callable[[], None]
 ) -> None:
