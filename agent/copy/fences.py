@@ -130,8 +130,8 @@ class Fences:
             late = addresses[number] in owned and not source.is_inference()
             by_device[source.device][late].append(number)
         try:
-            for device, numbers in by_device.items():
-                self._enqueue(transfer, self._lane(device), targets, *numbers)
+            for device, both in by_device.items():
+                self._enqueue(transfer, self._lane(device), targets, *both)
         except BaseException:
             # No copy may still write into the slot when the caller gives it back.
             for lane in self._lanes.values():
@@ -225,9 +225,10 @@ class Fences:
         for handle in self._modules.values():
             handle.remove()
 
-    def adopt(self, lanes: dict[torch.device, Lane]) -> None:
-        """Use lanes that were made before."""
-        self._lanes |= lanes
+    def prepare(self, device: torch.device) -> None:
+        """Make the lane of a device, with its memory on the device, unless there is one."""
+        if device not in self._lanes and isinstance(lane := self._lane(device), StreamLane):
+            lane.prepare()
 
     def _lane(self, device: torch.device) -> Lane:
         if device not in self._lanes:

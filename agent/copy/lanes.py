@@ -214,6 +214,17 @@ def on(device: torch.device) -> Iterator[None]:
             _exchange_capture_mode(before)
 
 
+def stay_on(device: torch.device) -> None:
+    """Make `device` the current device of this thread from now on.
+
+    A thread that drops events needs it: torch destroys an event on its device, and then
+    sets the device from before, which makes a context there if there is none. `on` is no
+    help, because nobody knows when the last reference is gone.
+    """
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+
+
 def _exchange_capture_mode(mode: int) -> int:
     """Set the capture mode of this thread, and return the one before. Does nothing
     without a driver of NVIDIA.

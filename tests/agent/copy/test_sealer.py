@@ -24,7 +24,7 @@ from ckptd.agent import Agent, Checkpoint
 from ckptd.agent.copy import mapped_slot
 from ckptd.agent.copy import sealer as sealer_module
 from ckptd.agent.copy.fences import Fences, Transfer
-from ckptd.agent.copy.lanes import Mark
+from ckptd.agent.copy.lanes import Mark, StreamLane
 from ckptd.agent.copy.sealer import Sealer
 from ckptd.agent.plan.kept_plan import KeptPlan, PlanInUse
 from ckptd.agent.plan.layout import Layout
@@ -354,6 +354,45 @@ def test_close_waits_for_the_seals_and_removes_the_hooks(
     assert sealer._over.is_set()
 
 
+def test_an_optimizer_that_was_captured_after_prepare_is_copied_at_once(
+    device: Gated, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A replay announces nothing, also if the optimizer steps without the graph later."""
+    capturing = True
+    made = Sealer()
+    monkeypatch.setattr(
+        sealer_module, "Fences", lambda: Fences(lambda _: GatedLane(device), lambda: capturing)
+    )
+    made.prepare(torch.device("xpu"))  # of no driver, so that no lane is made
+    parameter, other = torch.nn.Parameter(torch.ones(4)), torch.nn.Parameter(torch.ones(4))
+    optimizer = stepped(parameter, device)
+    capturing = False
+    optimizer.step()
+    stepped(other, device)
+    slots = [torch.empty(4), torch.empty(4)]
+    transfer = made.carry(slots, [parameter, other], [])
+    assert [(len(transfer.marks), len(transfer.late))] == [(2, 1)]
+    device.gate.set()
+    made.finish(transfer)
+    made.close()
+
+
+def test_the_thread_stays_on_the_device_whose_events_it_drops(
+    sealer: Sealer, fences: FakeFences, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stayed: list[tuple[torch.device, int]] = []
+    monkeypatch.setattr(
+        sealer_module, "stay_on", lambda device: stayed.append((device, threading.get_ident()))
+    )
+    sealer._device = torch.device("cuda:1")
+    sealed: list[int] = []
+    sealer.later(
+        "a", fences.transfer(), lambda: sealed.append(threading.get_ident()), lambda error: None
+    )
+    assert sealer.wait(timeout=60)
+    assert stayed == [(torch.device("cuda:1"), sealed[0])]
+
+
 class Hung:
     """A mark of a device that hangs."""
 
@@ -430,25 +469,23 @@ def test_the_memory_of_a_lane_is_made_before_the_first_copy(
     """Later, the training may have filled the device."""
     prepared: list[int | None] = []
 
-    class PreparedLane(FakeLane):
+    class PreparedLane(StreamLane):
         def __init__(self, device: torch.device) -> None:
-            super().__init__(Device())
             self.index = device.index
 
         def prepare(self) -> None:
             prepared.append(self.index)
 
-    monkeypatch.setattr(sealer_module, "StreamLane", PreparedLane)
+    monkeypatch.setattr(sealer_module, "Fences", lambda: Fences(PreparedLane))
     made, second = Sealer(), torch.device("cuda", 1)
     for device in (second, second, torch.device("xpu", 0)):
         made.prepare(device)
-    assert (prepared, made._fences) == ([1], None)
-    lane = made._prepared[second]
-    made.carry([], [], [])
-    made.prepare(torch.device("cuda", 0))
     assert prepared == [1]
     assert made._fences is not None
-    assert made._fences._lane(second) is lane
+    lane = made._fences._lane(second)
+    made.carry([], [], [])
+    made.prepare(second)
+    assert (prepared, made._fences._lane(second)) == ([1], lane)
     made.close()
     capturing = Sealer()
     monkeypatch.setattr(sealer_module, "capturing", lambda: True)
