@@ -11,8 +11,11 @@ copies are several times slower and may block the CPU.
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import logging
+import os
+import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -42,6 +45,12 @@ _NO_MEMORY = 2  # cudaErrorMemoryAllocation
 _REGISTERED = 712  # cudaErrorHostMemoryAlreadyRegistered
 _NOT_REGISTERED = 713  # cudaErrorHostMemoryNotRegistered
 _CAPTURING = 900  # cudaErrorStreamCaptureUnsupported
+EXIT_SECONDS = 15.0
+"""Seconds that the end of this process waits for a lock that is under way. 64 GiB are
+locked in about half of that.
+"""
+_ending = False
+_locking: set[object] = set()  # the calls of `lock_pages` that are under way
 
 
 class Mark(Protocol):
@@ -350,10 +359,19 @@ def lock_pages(address: int, length: int, device: torch.device) -> bool:
 
     `device` is one of these accelerators. The log has the reason if the driver refuses,
     or if ckptd cannot lock pages for this device type. Must be called by the process
-    that uses the memory, on any thread. Raises InternalError if memory that was here
-    before is still locked: the accelerator would write to that instead.
+    that uses the memory, on any thread. Locks nothing if the interpreter is ending.
+    Raises InternalError if memory that was here before is still locked: the accelerator
+    would write to that instead.
     https://docs.nvidia.com/cuda/cuda-runtime-api/group__CUDART__MEMORY.html
     """
+    _locking.add(call := object())
+    try:
+        return not _ending and _lock_pages(address, length, device)
+    finally:
+        _locking.discard(call)
+
+
+def _lock_pages(address: int, length: int, device: torch.device) -> bool:
     if not length:
         return False
     if device.type != "cuda":
@@ -384,6 +402,23 @@ def lock_pages(address: int, length: int, device: torch.device) -> bool:
             error, text, length / 1e9, _cause(error),
         )  # fmt: skip
     return error == 0
+
+
+@atexit.register
+def _end() -> None:
+    """Wait for locks that are under way, and let no more begin.
+
+    Before Python 3.14, a thread that comes back from a call of torch after the
+    interpreter has ended aborts the process.
+    """
+    global _ending
+    _ending = True
+    deadline = time.monotonic() + EXIT_SECONDS
+    while _locking and time.monotonic() < deadline:
+        time.sleep(0.01)
+
+
+os.register_at_fork(after_in_child=_locking.clear)  # a child does not have these threads
 
 
 def _cause(error: int) -> str:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import SimpleNamespace
@@ -354,3 +356,39 @@ def test_asking_whether_a_graph_is_captured_initializes_no_device(
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     assert not lanes.capturing()
+
+
+@pytest.mark.usefixtures("processes")
+def test_the_end_of_the_process_waits_for_a_lock_that_is_under_way() -> None:
+    """A thread that came back from torch after that would abort the process."""
+    script = """
+import _thread, contextlib, threading, time
+import torch
+from ckptd.agent.copy import lanes
+
+torch.set_num_threads(1)
+begun, matrix = threading.Event(), torch.ones(1000, 1000)
+
+class Runtime:
+    def cudaHostRegister(self, *_):
+        begun.set()
+        until = time.monotonic() + 1
+        while time.monotonic() < until:
+            matrix @ matrix
+        return 0
+
+def lock():
+    for _ in range(1000):
+        if not lanes.lock_pages(4096, 8192, torch.device("cuda", 0)):
+            break
+    time.sleep(1000)
+
+torch.cuda.cudart = Runtime
+lanes.on = lambda device: contextlib.nullcontext()
+_thread.start_new_thread(lock, ())
+begun.wait()
+"""
+    ended = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert (ended.returncode, ended.stderr) == (0, "")
