@@ -601,6 +601,9 @@ class Agent:
             if self.world_size == 1:
                 link.ready()
             link.client.wait_connected(link.stall_budget)
+            # The newest step is the last one that was captured, as on the CPU, and nothing
+            # is written to tensors that are still copied.
+            link.handovers.sealer.wait(timeout=link.stall_budget)
             settings = None
             if self._kept_plan.settings is None and link.last_step < 0:
                 # Later calls see settings that the training or a checkpoint has changed.
