@@ -17,7 +17,7 @@ import logging
 import os
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import cache
 from typing import Any, Protocol
@@ -271,6 +271,34 @@ def capturing() -> bool:
     """
     initialized = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     return initialized and torch.cuda.is_current_stream_capturing()
+
+
+def pinned(tensors: Iterable[torch.Tensor]) -> bool:
+    """Return True if a device may still write to one of these tensors on the CPU, because
+    its memory is page-locked. Initializes no device.
+    """
+    kind = torch.accelerator.current_accelerator()
+    return (
+        kind is not None
+        and torch.get_device_module(kind).is_initialized()
+        and any(tensor.is_cpu and tensor.is_pinned() for tensor in tensors)
+    )
+
+
+def wait_for_streams(tensors: Iterable[torch.Tensor]) -> None:
+    """Wait on the CPU for everything that the caller has enqueued in the current streams
+    of the accelerators that tensors are on, or of the current accelerator if none is on
+    one.
+    """
+    kind = torch.accelerator.current_accelerator()
+    assert kind is not None
+    devices = {tensor.device for tensor in tensors if not tensor.is_cpu}
+    if not devices:
+        devices.add(torch.device(kind.type, torch.accelerator.current_device_index()))
+    for device in devices:
+        with on(device):
+            stream = torch.accelerator.current_stream(device)
+            stream.record_event(torch.Event(device)).synchronize()
 
 
 def groups(

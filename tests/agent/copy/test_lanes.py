@@ -358,6 +358,51 @@ def test_asking_whether_a_graph_is_captured_initializes_no_device(
     assert not lanes.capturing()
 
 
+@pytest.mark.parametrize(
+    ("initialized", "on_cpu", "expected"),
+    [(True, True, True), (False, True, False), (True, False, False)],
+)
+def test_memory_is_pinned_only_where_a_device_is_in_use(
+    monkeypatch: pytest.MonkeyPatch, *, initialized: bool, on_cpu: bool, expected: bool
+) -> None:
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: initialized)
+    tensor: Any = SimpleNamespace(is_cpu=on_cpu, is_pinned=lambda: True)
+    assert lanes.pinned([tensor]) is expected
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: None)
+    assert not lanes.pinned([tensor])
+
+
+def test_the_streams_of_all_devices_of_a_state_are_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    waited: list[int] = []
+
+    class Event:
+        def __init__(self, device: torch.device) -> None:
+            self.index = device.index
+
+        def synchronize(self) -> None:
+            waited.append(self.index)
+
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 1)
+    monkeypatch.setattr(
+        torch.accelerator,
+        "current_stream",
+        lambda device: SimpleNamespace(record_event=lambda event: event),
+    )
+    monkeypatch.setattr(torch, "Event", Event)
+    runtime(monkeypatch, 0)
+    tensors: Any = [
+        SimpleNamespace(is_cpu=False, device=THIRD),
+        SimpleNamespace(is_cpu=True, device=torch.device("cpu")),
+    ]
+    lanes.wait_for_streams(tensors)
+    lanes.wait_for_streams(tensors[1:])
+    assert waited == [3, 1]
+
+
 @pytest.mark.usefixtures("processes")
 def test_the_end_of_the_process_waits_for_a_lock_that_is_under_way() -> None:
     """A thread that came back from torch after that would abort the process."""

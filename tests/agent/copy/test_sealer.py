@@ -10,7 +10,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any, cast
 
@@ -238,6 +238,26 @@ def test_a_write_to_a_dtensor_during_its_copy_fails_the_snapshot(
     with pytest.raises(SnapshotFailed, match="other than its optimizer wrote"):
         pending.wait("sealed", timeout=60)
     agent.snapshot({"w": parameter}, step=2).wait("sealed", timeout=60)
+
+
+def test_a_write_of_a_device_to_pinned_memory_is_waited_for(
+    daemon: Daemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The CPU reads such memory, and `non_blocking=True` returns before it is written."""
+    w, asked = torch.zeros(10), list[int]()
+
+    def is_pinned(tensors: Iterable[torch.Tensor]) -> bool:
+        asked.append(len(list(tensors)))
+        return True
+
+    monkeypatch.setattr("ckptd.agent.agent.pinned", is_pinned)
+    monkeypatch.setattr("ckptd.agent.agent.wait_for_streams", lambda tensors: w.add_(1))
+    agent = Agent("job", socket=daemon.home.socket)
+    for step in (1, 2):
+        agent.snapshot({"w": w}, step=step).wait("durable", timeout=60)
+        assert torch.equal(saved(daemon, step), torch.full((10,), float(step)))
+    assert asked == [1]  # again only for other memory
+    agent.close()
 
 
 # -- the thread itself
