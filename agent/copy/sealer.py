@@ -221,9 +221,16 @@ class Sealer:
             self._over.wait(_STOP_SECONDS)
 
     def forget(self) -> None:
-        """Forget the parent's seals. Runs in a forked child, which has no such thread."""
-        self._stopped = True
-        self._seals.clear()
+        """Forget the parent's seals and hooks. Runs in a forked child, which has no such
+        thread.
+
+        The events of the parent's copies stay: a driver cannot be used in a forked child,
+        and torch ends the process if an event cannot be destroyed.
+        """
+        _of_parents.append((self, self._seals))
+        self._stopped, self._seals = True, []
+        if self._fences is not None:
+            self._fences.close()
         self._over.set()
 
 
@@ -243,3 +250,4 @@ def _wait_at_the_end() -> None:
 
 
 _all: weakref.WeakSet[Sealer] = weakref.WeakSet()
+_of_parents: list[object] = []  # in a forked child

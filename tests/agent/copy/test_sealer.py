@@ -10,6 +10,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
+import weakref
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any, cast
@@ -25,7 +26,7 @@ from ckptd.agent.copy import mapped_slot
 from ckptd.agent.copy import sealer as sealer_module
 from ckptd.agent.copy.fences import Fences, Transfer
 from ckptd.agent.copy.lanes import Mark, StreamLane
-from ckptd.agent.copy.sealer import Sealer
+from ckptd.agent.copy.sealer import Sealer, _Seal
 from ckptd.agent.plan.kept_plan import KeptPlan, PlanInUse
 from ckptd.agent.plan.layout import Layout
 from ckptd.shared.errors import CkptdError, InvalidRequest, SnapshotFailed
@@ -411,6 +412,32 @@ def test_the_thread_stays_on_the_device_whose_events_it_drops(
     )
     assert sealer.wait(timeout=60)
     assert stayed == [(torch.device("cuda:1"), sealed[0])]
+
+
+def test_a_forked_child_keeps_the_events_of_its_parent_and_has_no_hooks(
+    device: Gated, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There, torch would end the process when an event is destroyed, and refuse to wait."""
+    kept: list[object] = []
+    monkeypatch.setattr(sealer_module, "_of_parents", kept)
+    made = Sealer()
+    made._fences = Fences(lambda _: GatedLane(device), lambda: False)
+    parameter = torch.nn.Parameter(torch.ones(4))
+    optimizer = stepped(parameter, device)
+    transfers = [made.carry([torch.empty(4)], [parameter], []) for _ in range(2)]
+    marks = [weakref.ref(mark) for transfer in transfers for _, mark in transfer.marks]
+    made._seals = [_Seal("a", each, lambda: None, lambda error: None) for each in transfers]
+    transfers.clear()
+    made.forget()
+    before = len(device.training.operations)
+    optimizer.step()
+    assert len(device.training.operations) == before + 1  # the step waits for nothing
+    assert made.wait(timeout=0)
+    made._fences = None
+    del made, optimizer
+    device.side.operations.clear()
+    device.training.operations.clear()
+    assert all(mark() is not None for mark in marks)
 
 
 class Hung:
