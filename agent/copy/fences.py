@@ -243,7 +243,9 @@ class Fences:
         graph calls no hook.
         """
         found: dict[int, list[torch.Tensor]] = defaultdict(list)
-        for optimizer in list(self._optimizers):
+        with self._lock:  # another thread may step an optimizer for the first time
+            optimizers = list(self._optimizers)
+        for optimizer in optimizers:
             if optimizer not in self._graphed and not any(
                 group.get("capturable") for group in optimizer.param_groups
             ):
@@ -267,7 +269,9 @@ class Fences:
         An optimizer whose step is captured into a graph will step again at each replay
         without this hook, so its tensors are never late.
         """
-        self._optimizers.add(optimizer)
+        if optimizer not in self._optimizers:
+            with self._lock:
+                self._optimizers.add(optimizer)
         if self._capturing():
             self._graphed.add(optimizer)
             with self._lock:

@@ -45,7 +45,7 @@ _NO_MEMORY = 2  # cudaErrorMemoryAllocation
 _REGISTERED = 712  # cudaErrorHostMemoryAlreadyRegistered
 _NOT_REGISTERED = 713  # cudaErrorHostMemoryNotRegistered
 _CAPTURING = 900  # cudaErrorStreamCaptureUnsupported
-EXIT_SECONDS = 15.0
+LOCK_SECONDS = 15.0
 """Seconds that the end of this process waits for a lock that is under way. 64 GiB are
 locked in about half of that.
 """
@@ -441,7 +441,7 @@ def _end() -> None:
     """
     global _ending
     _ending = True
-    deadline = time.monotonic() + EXIT_SECONDS
+    deadline = time.monotonic() + LOCK_SECONDS
     while _locking and time.monotonic() < deadline:
         time.sleep(0.01)
 
