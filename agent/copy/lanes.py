@@ -18,7 +18,7 @@ import os
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from functools import cache
 from typing import Any, Protocol
 
@@ -90,7 +90,13 @@ class Lane(Protocol):
 
 
 class StreamLane:
-    """A lane on a stream of its own, for any device type of `torch.accelerator`."""
+    """A lane on a stream of its own, for any device type of `torch.accelerator`.
+
+    Its calls come from threads with other current devices: that which drains lanes, and
+    that of a training which names its device everywhere and sets none. To record an event
+    or to wait for one, torch goes to the device and back, and the way back makes a context
+    on a device that has none.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -104,7 +110,8 @@ class StreamLane:
             self._buffer()
 
     def begin(self) -> None:
-        self._stream.wait_stream(torch.accelerator.current_stream(self._device))
+        with on(self._device):
+            self._stream.wait_stream(torch.accelerator.current_stream(self._device))
 
     def copy(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
         with torch.no_grad(), self._current():
@@ -113,11 +120,15 @@ class StreamLane:
             for group in groups(targets, sources, most):
                 self._gather(group, buffer)
 
-    def _current(self) -> AbstractContextManager[object]:
-        """Return a context manager in which the stream is the current one of this thread.
+    @contextmanager
+    def _current(self) -> Iterator[None]:
+        """Context manager. Make the stream the current one of this thread."""
+        with on(self._device), self._again():
+            yield
 
-        It is a new object each time: some versions of torch refuse to enter one that is
-        entered already, as by another thread.
+    def _again(self) -> torch.Stream:
+        """Return a new object for the stream: some versions of torch refuse to enter one
+        that is entered already, as by another thread.
         """
         return torch.Stream(
             stream_id=self._stream.stream_id,
@@ -180,12 +191,13 @@ class StreamLane:
         flat.copy_(buffer[:length], non_blocking=True)
 
     def mark(self) -> Mark:
-        with on(self._device):  # the thread that drains lanes has another current device
+        with on(self._device):
             return StreamMark(self._device, self._stream.record_event(torch.Event(self._device)))
 
     def hold_back(self, mark: Mark) -> None:
         assert isinstance(mark, StreamMark)
-        torch.accelerator.current_stream(self._device).wait_event(mark.event)
+        with on(self._device):
+            torch.accelerator.current_stream(self._device).wait_event(mark.event)
 
 
 class StreamMark:

@@ -6,7 +6,7 @@ import logging
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -101,6 +101,32 @@ def test_calls_of_other_threads_run_beside_the_capture_of_a_graph(
     assert ([asked[0] for asked in cuda.asked], mode) == ([2, 2], [0])
 
 
+def test_a_lane_asks_nothing_on_another_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise torch makes a context on device 0 for a training that sets no device."""
+    cuda, on = runtime(monkeypatch, 0), list[int]()
+
+    def note(*_: object) -> None:
+        on.append(cuda.current)
+
+    class Lane(lanes.StreamLane):
+        def __init__(self) -> None:
+            self._device = THIRD
+            self._stream: Any = SimpleNamespace(wait_stream=note)
+
+        def _again(self) -> Any:
+            note()
+            return nullcontext()
+
+    monkeypatch.setattr(
+        torch.accelerator, "current_stream", lambda device: SimpleNamespace(wait_event=note)
+    )
+    lane = Lane()
+    lane.begin()
+    lane.run(note)
+    lane.hold_back(lanes.StreamMark(THIRD, torch.Event.__new__(torch.Event)))
+    assert (on, cuda.current) == ([3] * 4, 0)
+
+
 class Here(lanes.StreamLane):
     """A lane of this CPU, without a stream."""
 
@@ -108,8 +134,9 @@ class Here(lanes.StreamLane):
         self._device, self._kept = torch.device("cpu"), None
         self._refused = False
 
-    def _current(self) -> AbstractContextManager[object]:
-        return nullcontext()
+    @contextmanager
+    def _current(self) -> Iterator[None]:
+        yield
 
 
 @pytest.mark.parametrize("room", [10_000, 300, 0])
@@ -221,7 +248,7 @@ def test_each_call_makes_a_stream_current_through_an_object_of_its_own() -> None
     """
     lane = Here()
     lane._stream = torch.Stream(stream_id=7, device_index=0, device_type=1)
-    one, other = (lanes.StreamLane._current(lane) for _ in range(2))
+    one, other = (lane._again() for _ in range(2))
     assert (one is other, one == lane._stream, other == lane._stream) == (False, True, True)
 
 
