@@ -155,7 +155,7 @@ class Fences:
             for module in modules:
                 if module not in self._modules:
                     self._modules[module] = module.register_load_state_dict_pre_hook(
-                        self._before_load
+                        _LoadHook(self.hold_back)
                     )  # type: ignore[no-untyped-call]
         return transfer
 
@@ -280,12 +280,9 @@ class Fences:
                 for transfer in self._under_way:
                     transfer.torn = True
         else:
-            self._hold_back()
+            self.hold_back()
 
-    def _before_load(self, *_: Any) -> None:
-        self._hold_back()
-
-    def _hold_back(self) -> None:
+    def hold_back(self) -> None:
         """Make the current streams of this thread wait for all late copies that are
         still under way. May run on any thread.
         """
@@ -308,6 +305,22 @@ class Fences:
         transfer.versions.clear()
         transfer.places.clear()
         transfer.torn = transfer.torn or written or freed
+
+
+class _LoadHook:
+    """A hook of a module that calls `call` before a state dict is loaded."""
+
+    def __init__(self, call: Callable[[], None]) -> None:
+        self._call = call
+
+    def __call__(self, *_: Any) -> None:
+        self._call()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Return what a copy or a pickle of the module has in the place of this hook: a
+        function that does nothing, for any arguments. It does not need ckptd.
+        """
+        return getattr, ("", "format")
 
 
 _NOWHERE = 0

@@ -7,6 +7,8 @@ allow: the training as far ahead as it can, or the copies.
 
 from __future__ import annotations
 
+import copy
+import pickle
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -434,6 +436,25 @@ def test_load_state_dict_comes_after_the_copy(fences: Fences, device: Device) ->
     assert [
         isinstance(operation, FakeMark) for operation in device.training.operations[before:]
     ] == [True]
+    fences.finish(transfer)
+
+
+@pytest.mark.parametrize(
+    "copied", [copy.deepcopy, lambda module: pickle.loads(pickle.dumps(module))]
+)
+def test_a_module_whose_load_waits_can_be_copied_and_pickled(
+    fences: Fences, device: Device, copied: Callable[[torch.nn.Module], torch.nn.Module]
+) -> None:
+    """As for an average of the weights. The copy has memory of its own, and waits for nothing."""
+    module = torch.nn.Linear(2, 2, bias=False)
+    stepped(module.weight, device)
+    transfer = fences.start([torch.empty(2, 2)], [module.weight], [module])
+    other = copied(module)
+    before = len(device.training.operations)
+    other.load_state_dict({"weight": torch.zeros(2, 2)})
+    assert len(device.training.operations) == before
+    module.load_state_dict({"weight": torch.zeros(2, 2)})
+    assert len(device.training.operations) == before + 1
     fences.finish(transfer)
 
 
