@@ -92,7 +92,8 @@ class Fences:
         self._lane_of, self._capturing = lane_of, is_capturing
         self._lanes: dict[torch.device, Lane] = {}
         self._under_way: list[Transfer] = []
-        self._lock = threading.Lock()
+        # A signal handler may take a snapshot while a hook runs on the same thread.
+        self._lock = threading.RLock()
         self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._graphed: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._modules: weakref.WeakKeyDictionary[torch.nn.Module, Any] = weakref.WeakKeyDictionary()

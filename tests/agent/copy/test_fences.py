@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -476,6 +477,22 @@ def test_no_copy_begins_while_a_graph_is_captured(fences: Fences, device: Device
     with pytest.raises(InvalidRequest, match="a CUDA graph is being captured on this thread"):
         fences.start([torch.empty(4)], [torch.ones(4)], [])
     assert device.side.operations == []
+
+
+def test_a_signal_handler_may_copy_while_it_interrupts_the_hook_of_a_step(
+    fences: Fences, device: Device
+) -> None:
+    parameter = torch.nn.Parameter(torch.ones(4))
+    stepped(parameter, device)
+
+    def interrupted() -> None:
+        with fences._lock:
+            fences.start([torch.empty(4)], [parameter], [])
+
+    thread = threading.Thread(target=interrupted, daemon=True)
+    thread.start()
+    thread.join(10)
+    assert not thread.is_alive()
 
 
 def test_everything_is_done_once_every_copy_is(fences: Fences, device: Device) -> None:
