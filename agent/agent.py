@@ -34,7 +34,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
 
 from ckptd.agent.advice import Advice
-from ckptd.agent.copy.lanes import CAPTURED, capturing
+from ckptd.agent.copy.lanes import CAPTURED, capturing, pinned, wait_for_streams
 from ckptd.agent.copy.mapped_slot import Documents, document_offsets
 from ckptd.agent.copy.replica_check import ReplicaCheck
 from ckptd.agent.dcp.planner_rounds import plan_save
@@ -57,7 +57,7 @@ from ckptd.agent.link.attempt import begin
 from ckptd.agent.link.interactive import InteractiveSession
 from ckptd.agent.link.script import DEFAULT, check_not_default
 from ckptd.agent.pending import NOT_COPIED, Pending, PendingSnapshot
-from ckptd.agent.plan.kept_plan import PLAN_SECONDS, KeptPlan
+from ckptd.agent.plan.kept_plan import PLAN_SECONDS, KeptPlan, PlanInUse
 from ckptd.agent.plan.layout import Layout
 from ckptd.agent.plan.save_plan import resolves_by_itself, values_of
 from ckptd.agent.plan.structure import accelerator_of, current_accelerator
@@ -199,6 +199,8 @@ class Agent:
         self._rng_room = 1 << 14
         self._kept_plan = KeptPlan(self._link.client, self._link.ranks)
         self._replica_check = ReplicaCheck(every)
+        # The addresses of the last state, and whether a device may write to them.
+        self._pinned: tuple[list[int] | None, bool] = None, False
 
     @property
     def job(self) -> str:
@@ -450,6 +452,7 @@ class Agent:
         values = values_document(captured, rng=rng)
         self._rng_room = max(self._rng_room, len(values) - captured.encoded_bytes)
         handover.acquire()
+        self._await_devices(found)
         skipped = check.skipped
         finish = check.begin(found, handover.pending.step, handover.beside)
         handover.pending.uncompared = check.skipped > skipped
@@ -460,6 +463,17 @@ class Agent:
             values, encoded, None if finish is None else partial(_with_replicas, request, finish)
         )
         handover.seal_after(transfer, layout, documents)
+
+    def _await_devices(self, found: PlanInUse) -> None:
+        """Wait for writes of devices to tensors on the CPU.
+
+        A copy by `non_blocking=True` into page-locked memory may be under way, and the CPU
+        reads this memory at once.
+        """
+        if self._pinned[0] is not found.addresses:
+            self._pinned = found.addresses, pinned(found.sources)
+        if self._pinned[1]:
+            wait_for_streams(found.sources)
 
     def _hand_over_planned(
         self,
@@ -601,6 +615,9 @@ class Agent:
             if self.world_size == 1:
                 link.ready()
             link.client.wait_connected(link.stall_budget)
+            # The newest step is the last one that was captured, as on the CPU, and nothing
+            # is written to tensors that are still copied.
+            link.handovers.sealer.wait(timeout=link.stall_budget)
             settings = None
             if self._kept_plan.settings is None and link.last_step < 0:
                 # Later calls see settings that the training or a checkpoint has changed.

@@ -9,8 +9,15 @@ never on the CPU.
 
 The version counters of the tensors show whether anything else wrote to a late source.
 If so, the snapshot fails, and from then on writes to every source are held back at
-once. An operation on a DTensor raises only the DTensor's own counter, not that of the
-local tensor, so both are compared.
+once. Tensors over the same memory may have counters of their own: an operation on a
+DTensor does not raise that of the local tensor, nor one on a flat parameter those of
+the parameters that lie in it. So the counters of all tensors are compared that the
+state and the optimizers have over this memory.
+
+Only the streams know that the copies read this memory. So the storages of the sources
+are kept until the copies are done: `tensor.data = other` would free the memory, and
+torch would give it to the training. A storage that has freed its memory itself fails
+the snapshot as a write does.
 """
 
 from __future__ import annotations
@@ -24,7 +31,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ckptd.agent.copy.lanes import CAPTURED, Lane, Mark, StreamLane, capturing
@@ -38,16 +44,19 @@ class Transfer:
     """Copies that are under way.
 
     marks: a point behind each group of copies, with its lane. sources: the tensors that
-    are copied, kept alive until the copies are done. late: the marks that the next step
-    of an optimizer waits for. versions: the late sources and the DTensors that they
-    belong to, with their version counters from when their copies were enqueued. torn:
-    True if a source may have changed while it was copied.
+    are copied, kept alive until the copies are done, and `memory` their storages. late:
+    the marks that the next step of an optimizer waits for. versions: the late sources
+    and the other tensors over their memory, with their version counters from when their
+    copies were enqueued. places: the storages of the late sources, with their addresses
+    then. torn: True if a source may have changed while it was copied.
     """
 
     marks: list[tuple[Lane, Mark]] = field(default_factory=list)
     sources: list[torch.Tensor] = field(default_factory=list)
+    memory: list[torch.UntypedStorage] = field(default_factory=list)
     late: list[tuple[Lane, Mark]] = field(default_factory=list)
     versions: list[tuple[torch.Tensor, int]] = field(default_factory=list)
+    places: list[tuple[torch.UntypedStorage, int]] = field(default_factory=list)
     torn: bool = False
 
     def joined(self, other: Transfer) -> Transfer:
@@ -83,7 +92,8 @@ class Fences:
         self._lane_of, self._capturing = lane_of, is_capturing
         self._lanes: dict[torch.device, Lane] = {}
         self._under_way: list[Transfer] = []
-        self._lock = threading.Lock()
+        # A signal handler may take a snapshot while a hook runs on the same thread.
+        self._lock = threading.RLock()
         self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._graphed: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._modules: weakref.WeakKeyDictionary[torch.nn.Module, Any] = weakref.WeakKeyDictionary()
@@ -104,36 +114,44 @@ class Fences:
 
         The caller's stream waits for the copies that hold back writes at once.
         `modules` are the modules in the state: loading a state dict into one of them
-        waits for the late copies. `captured` are the tensors of the state, which
-        include the DTensors whose local tensors are among the sources. With `at_once`, no
-        copy is late.
+        waits for the late copies. `captured` are the tensors of the state, with those
+        that lie in the memory of others, and the DTensors of the local tensors. With
+        `at_once`, no copy is late.
 
         Raises InvalidRequest while the caller's stream is captured into a graph. After
         any error, copies into the targets may be under way until `everything` is done.
         """
         if self._capturing():
             raise InvalidRequest(CAPTURED)
-        transfer = Transfer(sources=list(sources))
-        owned = self._owned() if self._may_wait and not at_once else set()
+        memory = [tensor.untyped_storage() for tensor in sources]
+        transfer = Transfer(sources=list(sources), memory=memory)
+        owned = self._owned() if self._may_wait and not at_once else {}
+        addresses = list(map(_storage, sources))
         by_device: dict[torch.device, tuple[list[int], list[int]]] = defaultdict(lambda: ([], []))
         for number, source in enumerate(sources):
-            late = _storage(source) in owned and not source.is_inference()
+            late = addresses[number] in owned and not source.is_inference()
             by_device[source.device][late].append(number)
-        for device, numbers in by_device.items():
-            self._enqueue(transfer, self._lane(device), targets, *numbers)
+        for device, both in by_device.items():
+            self._enqueue(transfer, self._lane(device), targets, *both)
         if transfer.late:
-            held = {_storage(source) for source, _ in transfer.versions}
+            numbers = [number for _, late_ones in by_device.values() for number in late_ones]
+            transfer.places = [(memory[n], addresses[n]) for n in numbers]
+            held = {addresses[n] for n in numbers}
+            others = {id(tensor): tensor for place in held for tensor in owned[place]}
+            others |= {id(tensor): tensor for tensor in captured}
+            for source in sources:
+                others.pop(id(source), None)
             transfer.versions += [
                 (tensor, tensor._version)
-                for tensor in captured
-                if isinstance(tensor, DTensor) and _storage(tensor) in held
+                for tensor in others.values()
+                if _storage(tensor) in held and not tensor.is_inference()
             ]
             with self._lock:
                 self._under_way.append(transfer)
             for module in modules:
                 if module not in self._modules:
                     self._modules[module] = module.register_load_state_dict_pre_hook(
-                        self._before_load
+                        _LoadHook(self.hold_back)
                     )  # type: ignore[no-untyped-call]
         return transfer
 
@@ -186,13 +204,12 @@ class Fences:
                 self._check(known)
                 self._under_way.remove(known)
         transfer.sources.clear()
-        transfer.versions.clear()
+        transfer.memory.clear()
         if transfer.torn:
             self._may_wait = False
             raise SnapshotFailed(
                 "something other than its optimizer wrote to a parameter while it was being "
-                "copied; from now on, training waits for "
-                "every copy at once"
+                "copied, or freed its memory; from now on, training waits for every copy at once"
             )
 
     def everything(self) -> Transfer:
@@ -206,23 +223,27 @@ class Fences:
         for handle in self._modules.values():
             handle.remove()
 
-    def adopt(self, lanes: dict[torch.device, Lane]) -> None:
-        """Use lanes that were made before."""
-        self._lanes |= lanes
+    def prepare(self, device: torch.device) -> None:
+        """Make the lane of a device, with its memory on the device, unless there is one."""
+        if device not in self._lanes and isinstance(lane := self._lane(device), StreamLane):
+            lane.prepare()
 
     def _lane(self, device: torch.device) -> Lane:
         if device not in self._lanes:
             self._lanes[device] = self._lane_of(device)
         return self._lanes[device]
 
-    def _owned(self) -> set[int]:
-        """Return the addresses of the storages that only an optimizer's step writes to.
+    def _owned(self) -> dict[int, list[torch.Tensor]]:
+        """Return the tensors of the optimizers whose step alone writes to them, by the
+        addresses of their storages.
 
         Optimizers that may step inside a graph are left out, because the replay of a
         graph calls no hook.
         """
-        found: set[int] = set()
-        for optimizer in self._optimizers:
+        found: dict[int, list[torch.Tensor]] = defaultdict(list)
+        with self._lock:  # another thread may step an optimizer for the first time
+            optimizers = list(self._optimizers)
+        for optimizer in optimizers:
             if optimizer not in self._graphed and not any(
                 group.get("capturable") for group in optimizer.param_groups
             ):
@@ -233,8 +254,9 @@ class Fences:
                     for v in state.values()
                     if isinstance(v, torch.Tensor)
                 ]
-                found.update(map(_storage, tensors))
-        found.discard(_NOWHERE)
+                for tensor in tensors:
+                    found[_storage(tensor)].append(tensor)
+        found.pop(_NOWHERE, None)
         return found
 
     # -- hooks
@@ -245,7 +267,9 @@ class Fences:
         An optimizer whose step is captured into a graph will step again at each replay
         without this hook, so its tensors are never late.
         """
-        self._optimizers.add(optimizer)
+        if optimizer not in self._optimizers:
+            with self._lock:
+                self._optimizers.add(optimizer)
         if self._capturing():
             self._graphed.add(optimizer)
             with self._lock:
@@ -254,12 +278,9 @@ class Fences:
                 for transfer in self._under_way:
                     transfer.torn = True
         else:
-            self._hold_back()
+            self.hold_back()
 
-    def _before_load(self, *_: Any) -> None:
-        self._hold_back()
-
-    def _hold_back(self) -> None:
+    def hold_back(self) -> None:
         """Make the current streams of this thread wait for all late copies that are
         still under way. May run on any thread.
         """
@@ -271,15 +292,33 @@ class Fences:
                         lane.hold_back(mark)
 
     def _check(self, transfer: Transfer) -> None:
-        """Mark the transfer as torn if a late source was written to before it was held
-        back for the first time.
+        """Mark the transfer as torn if a late source was written to, or its memory was
+        freed, before it was held back for the first time.
 
         Later calls find nothing to check: writes after that first time are ordered
         behind the copies.
         """
-        changed = any(source._version != version for source, version in transfer.versions)
+        written = any(tensor._version != version for tensor, version in transfer.versions)
+        freed = any(storage.data_ptr() != address for storage, address in transfer.places)
         transfer.versions.clear()
-        transfer.torn = transfer.torn or changed
+        transfer.places.clear()
+        transfer.torn = transfer.torn or written or freed
+
+
+class _LoadHook:
+    """A hook of a module that calls `call` before a state dict is loaded."""
+
+    def __init__(self, call: Callable[[], None]) -> None:
+        self._call = call
+
+    def __call__(self, *_: Any) -> None:
+        self._call()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Return what a copy or a pickle of the module has in the place of this hook: a
+        function that does nothing, for any arguments. It does not need ckptd.
+        """
+        return getattr, ("", "format")
 
 
 _NOWHERE = 0

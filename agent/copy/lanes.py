@@ -11,11 +11,14 @@ copies are several times slower and may block the CPU.
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import logging
+import os
+import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from typing import Any, Protocol
 
@@ -42,6 +45,12 @@ _NO_MEMORY = 2  # cudaErrorMemoryAllocation
 _REGISTERED = 712  # cudaErrorHostMemoryAlreadyRegistered
 _NOT_REGISTERED = 713  # cudaErrorHostMemoryNotRegistered
 _CAPTURING = 900  # cudaErrorStreamCaptureUnsupported
+LOCK_SECONDS = 15.0
+"""Seconds that the end of this process waits for a lock that is under way. 64 GiB are
+locked in about half of that.
+"""
+_ending = False
+_locking: set[object] = set()  # the calls of `lock_pages` that are under way
 
 
 class Mark(Protocol):
@@ -81,7 +90,13 @@ class Lane(Protocol):
 
 
 class StreamLane:
-    """A lane on a stream of its own, for any device type of `torch.accelerator`."""
+    """A lane on a stream of its own, for any device type of `torch.accelerator`.
+
+    Its calls come from threads with other current devices: that which drains lanes, and
+    that of a training which names its device everywhere and sets none. To record an event
+    or to wait for one, torch goes to the device and back, and the way back makes a context
+    on a device that has none.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -95,7 +110,8 @@ class StreamLane:
             self._buffer()
 
     def begin(self) -> None:
-        self._stream.wait_stream(torch.accelerator.current_stream(self._device))
+        with on(self._device):
+            self._stream.wait_stream(torch.accelerator.current_stream(self._device))
 
     def copy(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
         with torch.no_grad(), self._current():
@@ -104,11 +120,15 @@ class StreamLane:
             for group in groups(targets, sources, most):
                 self._gather(group, buffer)
 
-    def _current(self) -> AbstractContextManager[object]:
-        """Return a context manager in which the stream is the current one of this thread.
+    @contextmanager
+    def _current(self) -> Iterator[None]:
+        """Context manager. Make the stream the current one of this thread."""
+        with on(self._device), self._again():
+            yield
 
-        It is a new object each time: some versions of torch refuse to enter one that is
-        entered already, as by another thread.
+    def _again(self) -> torch.Stream:
+        """Return a new object for the stream: some versions of torch refuse to enter one
+        that is entered already, as by another thread.
         """
         return torch.Stream(
             stream_id=self._stream.stream_id,
@@ -171,12 +191,13 @@ class StreamLane:
         flat.copy_(buffer[:length], non_blocking=True)
 
     def mark(self) -> Mark:
-        with on(self._device):  # the thread that drains lanes has another current device
+        with on(self._device):
             return StreamMark(self._device, self._stream.record_event(torch.Event(self._device)))
 
     def hold_back(self, mark: Mark) -> None:
         assert isinstance(mark, StreamMark)
-        torch.accelerator.current_stream(self._device).wait_event(mark.event)
+        with on(self._device):
+            torch.accelerator.current_stream(self._device).wait_event(mark.event)
 
 
 class StreamMark:
@@ -212,6 +233,17 @@ def on(device: torch.device) -> Iterator[None]:
             yield
         finally:
             _exchange_capture_mode(before)
+
+
+def stay_on(device: torch.device) -> None:
+    """Make `device` the current device of this thread from now on.
+
+    A thread that drops events needs it: torch destroys an event on its device, and then
+    sets the device from before, which makes a context there if there is none. `on` is no
+    help, because nobody knows when the last reference is gone.
+    """
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
 
 
 def _exchange_capture_mode(mode: int) -> int:
@@ -251,6 +283,34 @@ def capturing() -> bool:
     """
     initialized = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     return initialized and torch.cuda.is_current_stream_capturing()
+
+
+def pinned(tensors: Iterable[torch.Tensor]) -> bool:
+    """Return True if a device may still write to one of these tensors on the CPU, because
+    its memory is page-locked. Initializes no device.
+    """
+    kind = torch.accelerator.current_accelerator()
+    return (
+        kind is not None
+        and torch.get_device_module(kind).is_initialized()
+        and any(tensor.is_cpu and tensor.is_pinned() for tensor in tensors)
+    )
+
+
+def wait_for_streams(tensors: Iterable[torch.Tensor]) -> None:
+    """Wait on the CPU for everything that the caller has enqueued in the current streams
+    of the accelerators that tensors are on, or of the current accelerator if none is on
+    one.
+    """
+    kind = torch.accelerator.current_accelerator()
+    assert kind is not None
+    devices = {tensor.device for tensor in tensors if not tensor.is_cpu}
+    if not devices:
+        devices.add(torch.device(kind.type, torch.accelerator.current_device_index()))
+    for device in devices:
+        with on(device):
+            stream = torch.accelerator.current_stream(device)
+            stream.record_event(torch.Event(device)).synchronize()
 
 
 def groups(
@@ -340,11 +400,19 @@ def lock_pages(address: int, length: int, device: torch.device) -> bool:
     `device` is one of these accelerators. The log has the reason if the driver refuses,
     or if ckptd cannot lock pages for this device type. Must be called by the process
     that uses the memory, on a thread that launches no kernels: the driver keeps the last
-    error of each thread, and torch raises it at the next launch. Raises InternalError if
-    memory that was here before is still locked: the accelerator would write to that
-    instead.
+    error of each thread, and torch raises it at the next launch. Locks nothing if the
+    interpreter is ending. Raises InternalError if memory that was here before is still
+    locked: the accelerator would write to that instead.
     https://docs.nvidia.com/cuda/cuda-runtime-api/group__CUDART__MEMORY.html
     """
+    _locking.add(call := object())
+    try:
+        return not _ending and _lock_pages(address, length, device)
+    finally:
+        _locking.discard(call)
+
+
+def _lock_pages(address: int, length: int, device: torch.device) -> bool:
     if not length:
         return False
     if device.type != "cuda":
@@ -375,6 +443,23 @@ def lock_pages(address: int, length: int, device: torch.device) -> bool:
             error, text, length / 1e9, _cause(error),
         )  # fmt: skip
     return error == 0
+
+
+@atexit.register
+def _end() -> None:
+    """Wait for locks that are under way, and let no more begin.
+
+    Before Python 3.14, a thread that comes back from a call of torch after the
+    interpreter has ended aborts the process.
+    """
+    global _ending
+    _ending = True
+    deadline = time.monotonic() + LOCK_SECONDS
+    while _locking and time.monotonic() < deadline:
+        time.sleep(0.01)
+
+
+os.register_at_fork(after_in_child=_locking.clear)  # a child does not have these threads
 
 
 def _cause(error: int) -> str:

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import torch
 
 from ckptd.agent.copy.fences import Fences, Transfer
-from ckptd.agent.copy.lanes import Lane, StreamLane, capturing
+from ckptd.agent.copy.lanes import capturing, stay_on
 from ckptd.agent.threads.flag import Flag, Waiters
 
 log = logging.getLogger("ckptd.agent")
@@ -45,39 +45,33 @@ class Sealer:
     """The thread that waits for transfers from accelerators and then seals their slots.
 
     Call `carry`, then `later` or `finish`, or `once_idle` after an error; `wait` before
-    slots are replaced; `close` at the end. There are no hooks before the first `carry`
-    and no thread before the first `later`, so a trainer without accelerators has neither.
+    slots are replaced; `close` at the end. There are no hooks before `prepare` or the
+    first `carry`, and no thread before the first `later`, so a trainer without
+    accelerators has neither.
     """
 
     def __init__(self) -> None:
         self._fences: Fences | None = None
-        self._prepared: dict[torch.device, Lane] = {}
+        self._device: torch.device | None = None  # of the last copies
         self._seals: list[_Seal] = []  # the first of them is under way
         self._changed = Waiters()
         self._started, self._over = threading.Lock(), Flag()
         self._stopped = False
 
     def prepare(self, device: torch.device) -> None:
-        """Make the lane of a device, with its memory on the device.
+        """Note from now on which optimizers step, and which of them in a graph. Make the
+        lane of a device, with its memory there, because the device may be full later.
 
-        Later, the device may be full. Does nothing for a device that is not of CUDA or
-        ROCm, or while a graph is captured.
+        No lane is made for a device that is not of CUDA or ROCm, or while a graph is
+        captured.
         """
-        if (
-            device.type == "cuda"
-            and self._fences is None
-            and device not in self._prepared
-            and not capturing()
-        ):
-            lane = StreamLane(device)
-            lane.prepare()
-            self._prepared[device] = lane
+        fences = self._made()
+        if device.type == "cuda" and not capturing():
+            fences.prepare(device)
 
     def _made(self) -> Fences:
         if self._fences is None:
-            fences = Fences()
-            fences.adopt(self._prepared)
-            self._fences = fences
+            self._fences = Fences()
         return self._fences
 
     def carry(
@@ -93,6 +87,7 @@ class Sealer:
 
         `Fences.start` has the whole contract.
         """
+        self._device = next((source.device for source in sources), self._device)
         return self._made().start(targets, sources, modules, captured, at_once=at_once)
 
     def beside(self, device: torch.device, work: Callable[[], None]) -> Transfer:
@@ -100,6 +95,7 @@ class Sealer:
 
         Later writes of the training wait for the work.
         """
+        self._device = device
         return self._made().beside(device, work)
 
     def later(
@@ -153,6 +149,8 @@ class Sealer:
         before the copies are done.
         """
         try:
+            if self._device is not None:
+                stay_on(self._device)
             if not self._reached(due.transfer):
                 return False
             self.finish(due.transfer)
@@ -237,9 +235,16 @@ class Sealer:
             self._over.wait(_STOP_SECONDS)
 
     def forget(self) -> None:
-        """Forget the parent's seals. Runs in a forked child, which has no such thread."""
-        self._stopped = True
-        self._seals.clear()
+        """Forget the parent's seals and hooks. Runs in a forked child, which has no such
+        thread.
+
+        The events of the parent's copies stay: a driver cannot be used in a forked child,
+        and torch ends the process if an event cannot be destroyed.
+        """
+        _of_parents.append((self, self._seals))
+        self._stopped, self._seals = True, []
+        if self._fences is not None:
+            self._fences.close()
         self._over.set()
 
 
@@ -267,3 +272,4 @@ def _not_used_again(error: Exception) -> None:
 
 
 _all: weakref.WeakSet[Sealer] = weakref.WeakSet()
+_of_parents: list[object] = []  # in a forked child

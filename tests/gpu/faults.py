@@ -17,6 +17,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from ckptd.agent.copy import fences, lanes, mapped_slot, numa, sealer, slots
 from ckptd.agent.copy.fences import Fences, Transfer
@@ -71,8 +72,8 @@ def the_call_waits(rig: Rig) -> None:
     """The call waits for the copies on the CPU."""
     original = Fences.start
 
-    def start(self: Fences, *arguments: Any) -> Transfer:
-        transfer = original(self, *arguments)
+    def start(self: Fences, *arguments: Any, **options: Any) -> Transfer:
+        transfer = original(self, *arguments, **options)
         transfer.wait()
         return transfer
 
@@ -83,9 +84,9 @@ def the_call_takes_long(rig: Rig) -> None:
     """The call holds the training for 8 s."""
     original = Fences.start
 
-    def start(self: Fences, *arguments: Any) -> Transfer:
+    def start(self: Fences, *arguments: Any, **options: Any) -> Transfer:
         time.sleep(8)
-        return original(self, *arguments)
+        return original(self, *arguments, **options)
 
     change(Fences, "start", start)
 
@@ -97,7 +98,21 @@ def no_versions(rig: Rig) -> None:
 
 def local_versions(rig: Rig) -> None:
     """Of a DTensor, only the counter of its local tensor is compared."""
-    change(fences, "DTensor", type("Nothing", (), {}))
+    original = Fences._check
+
+    def check(self: Fences, transfer: Transfer) -> None:
+        transfer.versions[:] = [
+            pair for pair in transfer.versions if not isinstance(pair[0], DTensor)
+        ]
+        original(self, transfer)
+
+    change(Fences, "_check", check)
+
+
+def late_anyway(rig: Rig) -> None:
+    """Copies of an optimizer's tensors are late, also with hold="now"."""
+    original = Fences.start
+    change(Fences, "start", lambda self, *arguments, at_once=False: original(self, *arguments))
 
 
 def only_storages(rig: Rig) -> None:
@@ -297,6 +312,7 @@ FAULTS = [
         ["writes to a parameter", "writes to a DTensor", "8-bit optimizer beside"],
     ),
     Fault("writes", [local_versions], ["writes to a DTensor"]),
+    Fault("writes", [late_anyway], ["writes by .data after hold='now'"]),
     Fault("kill", [sealed_early, nothing_waits], ["killed in the copy"]),
     Fault("held8", [sealed_early, nothing_waits], ["bytes of 8 tensors"]),
     Fault("held320", [a_tensor_is_skipped], ["bytes of 320 tensors"]),
@@ -305,6 +321,7 @@ FAULTS = [
     Fault("sealed", [a_tensor_is_skipped], ["bytes of 320 tensors"]),
     Fault("steps", [a_tensor_is_skipped], ["bytes beside steps"]),
     Fault("recover", [buffer_reused], ["recovered bits", "the next five losses"]),
+    Fault("recover", [a_piece_is_skipped], ["bits of another sharding"]),
     Fault("new", [a_piece_is_skipped], ["bits of a new optimizer", "the next five losses of it"]),
     Fault("lost", [a_tensor_is_skipped], ["the next slots get the bytes"]),
     Fault("workers", [a_tensor_is_skipped], ["forked loader workers"]),

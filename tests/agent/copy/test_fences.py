@@ -7,6 +7,9 @@ allow: the training as far ahead as it can, or the copies.
 
 from __future__ import annotations
 
+import copy
+import pickle
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -308,6 +311,77 @@ def test_a_write_to_a_dtensor_fails_the_snapshot(
         fences.finish(transfer)
 
 
+def laid_out(sizes: Sequence[tuple[int, int]]) -> tuple[torch.nn.Parameter, list[torch.Tensor]]:
+    """Return a flat parameter and parameters in its memory, each with a version counter
+    of its own.
+    """
+    flat, parts = torch.nn.Parameter(torch.ones(6)), list[torch.Tensor]()
+    for begin, end in sizes:
+        part = torch.nn.Parameter(torch.empty(0))
+        part.data = flat.data[begin:end]
+        parts.append(part)
+    return flat, parts
+
+
+def test_a_write_to_the_flat_parameter_of_an_optimizer_fails_the_snapshot_of_its_parts(
+    fences: Fences, device: Device
+) -> None:
+    flat, parts = laid_out([(0, 2), (2, 6)])
+    stepped(flat, device)
+    sources = [part.detach() for part in parts]
+    transfer = fences.start([torch.empty(2), torch.empty(4)], sources, [], sources)
+    assert transfer.late
+    with torch.no_grad():
+        flat.mul_(7)
+    device.run(device.training)
+    with pytest.raises(SnapshotFailed, match="wrote to a parameter while"):
+        fences.finish(transfer)
+
+
+def test_a_write_to_a_part_of_memory_that_is_copied_as_a_whole_fails_the_snapshot(
+    fences: Fences, device: Device
+) -> None:
+    """The plan copies the memory of tensors that overlap through a tensor of its own."""
+    flat, parts = laid_out([(0, 4), (2, 6)])
+    stepped(flat, device)
+    whole = torch.empty(0, dtype=torch.uint8).set_(flat.untyped_storage(), 0, (24,), (1,))
+    transfer = fences.start([torch.empty(24, dtype=torch.uint8)], [whole], [], parts)
+    assert transfer.late
+    with torch.no_grad():
+        parts[1].mul_(7)
+    device.run(device.training)
+    with pytest.raises(SnapshotFailed, match="wrote to a parameter while"):
+        fences.finish(transfer)
+
+
+def test_memory_that_a_parameter_leaves_is_kept_until_it_is_copied(
+    fences: Fences, device: Device
+) -> None:
+    """Otherwise torch would give it to the training, which is not behind the copies."""
+    parameter = torch.nn.Parameter(torch.ones(4))
+    stepped(parameter, device)
+    left = parameter.untyped_storage()._weak_ref()
+    transfer = fences.start([torch.empty(4)], [parameter], [])
+    parameter.data = torch.zeros(4)
+    assert not torch.UntypedStorage._expired(left)
+    fences.finish(transfer)
+    assert torch.UntypedStorage._expired(left)
+    torch.UntypedStorage._free_weak_ref(left)
+
+
+def test_memory_that_is_freed_before_it_is_copied_fails_the_snapshot(
+    fences: Fences, device: Device
+) -> None:
+    parameter = torch.nn.Parameter(torch.ones(4))
+    stepped(parameter, device)
+    moment = parameter.detach()
+    transfer = fences.start([torch.empty(4)], [moment], [])
+    device.run(device.side)
+    moment.untyped_storage().resize_(0)
+    with pytest.raises(SnapshotFailed, match="or freed its memory"):
+        fences.finish(transfer)
+
+
 def test_only_the_dtensors_that_are_copied_late_are_watched(
     fences: Fences, device: Device, mesh: DeviceMesh, order: Callable[[], None]
 ) -> None:
@@ -367,6 +441,25 @@ def test_load_state_dict_comes_after_the_copy(fences: Fences, device: Device) ->
     fences.finish(transfer)
 
 
+@pytest.mark.parametrize(
+    "copied", [copy.deepcopy, lambda module: pickle.loads(pickle.dumps(module))]
+)
+def test_a_module_whose_load_waits_can_be_copied_and_pickled(
+    fences: Fences, device: Device, copied: Callable[[torch.nn.Module], torch.nn.Module]
+) -> None:
+    """As for an average of the weights. The copy has memory of its own, and waits for nothing."""
+    module = torch.nn.Linear(2, 2, bias=False)
+    stepped(module.weight, device)
+    transfer = fences.start([torch.empty(2, 2)], [module.weight], [module])
+    other = copied(module)
+    before = len(device.training.operations)
+    other.load_state_dict({"weight": torch.zeros(2, 2)})
+    assert len(device.training.operations) == before
+    module.load_state_dict({"weight": torch.zeros(2, 2)})
+    assert len(device.training.operations) == before + 1
+    fences.finish(transfer)
+
+
 def test_an_optimizer_that_steps_in_a_graph_is_copied_at_once(device: Device) -> None:
     capturing = False
     fences = Fences(lambda _: FakeLane(device), lambda: capturing)
@@ -385,6 +478,22 @@ def test_no_copy_begins_while_a_graph_is_captured(fences: Fences, device: Device
     with pytest.raises(InvalidRequest, match="a CUDA graph is being captured on this thread"):
         fences.start([torch.empty(4)], [torch.ones(4)], [])
     assert device.side.operations == []
+
+
+def test_a_signal_handler_may_copy_while_it_interrupts_the_hook_of_a_step(
+    fences: Fences, device: Device
+) -> None:
+    parameter = torch.nn.Parameter(torch.ones(4))
+    stepped(parameter, device)
+
+    def interrupted() -> None:
+        with fences._lock:
+            fences.start([torch.empty(4)], [parameter], [])
+
+    thread = threading.Thread(target=interrupted, daemon=True)
+    thread.start()
+    thread.join(10)
+    assert not thread.is_alive()
 
 
 def test_everything_is_done_once_every_copy_is(fences: Fences, device: Device) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -99,6 +101,32 @@ def test_calls_of_other_threads_run_beside_the_capture_of_a_graph(
     assert ([asked[0] for asked in cuda.asked], mode) == ([2, 2], [0])
 
 
+def test_a_lane_asks_nothing_on_another_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise torch makes a context on device 0 for a training that sets no device."""
+    cuda, on = runtime(monkeypatch, 0), list[int]()
+
+    def note(*_: object) -> None:
+        on.append(cuda.current)
+
+    class Lane(lanes.StreamLane):
+        def __init__(self) -> None:
+            self._device = THIRD
+            self._stream: Any = SimpleNamespace(wait_stream=note)
+
+        def _again(self) -> Any:
+            note()
+            return nullcontext()
+
+    monkeypatch.setattr(
+        torch.accelerator, "current_stream", lambda device: SimpleNamespace(wait_event=note)
+    )
+    lane = Lane()
+    lane.begin()
+    lane.run(note)
+    lane.hold_back(lanes.StreamMark(THIRD, torch.Event.__new__(torch.Event)))
+    assert (on, cuda.current) == ([3] * 4, 0)
+
+
 class Here(lanes.StreamLane):
     """A lane of this CPU, without a stream."""
 
@@ -106,8 +134,9 @@ class Here(lanes.StreamLane):
         self._device, self._kept = torch.device("cpu"), None
         self._refused = False
 
-    def _current(self) -> AbstractContextManager[object]:
-        return nullcontext()
+    @contextmanager
+    def _current(self) -> Iterator[None]:
+        yield
 
 
 @pytest.mark.parametrize("room", [10_000, 300, 0])
@@ -219,7 +248,7 @@ def test_each_call_makes_a_stream_current_through_an_object_of_its_own() -> None
     """
     lane = Here()
     lane._stream = torch.Stream(stream_id=7, device_index=0, device_type=1)
-    one, other = (lanes.StreamLane._current(lane) for _ in range(2))
+    one, other = (lane._again() for _ in range(2))
     assert (one is other, one == lane._stream, other == lane._stream) == (False, True, True)
 
 
@@ -355,3 +384,84 @@ def test_asking_whether_a_graph_is_captured_initializes_no_device(
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     assert not lanes.capturing()
+
+
+@pytest.mark.parametrize(
+    ("initialized", "on_cpu", "expected"),
+    [(True, True, True), (False, True, False), (True, False, False)],
+)
+def test_memory_is_pinned_only_where_a_device_is_in_use(
+    monkeypatch: pytest.MonkeyPatch, *, initialized: bool, on_cpu: bool, expected: bool
+) -> None:
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: initialized)
+    tensor: Any = SimpleNamespace(is_cpu=on_cpu, is_pinned=lambda: True)
+    assert lanes.pinned([tensor]) is expected
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: None)
+    assert not lanes.pinned([tensor])
+
+
+def test_the_streams_of_all_devices_of_a_state_are_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    waited: list[int] = []
+
+    class Event:
+        def __init__(self, device: torch.device) -> None:
+            self.index = device.index
+
+        def synchronize(self) -> None:
+            waited.append(self.index)
+
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 1)
+    monkeypatch.setattr(
+        torch.accelerator,
+        "current_stream",
+        lambda device: SimpleNamespace(record_event=lambda event: event),
+    )
+    monkeypatch.setattr(torch, "Event", Event)
+    runtime(monkeypatch, 0)
+    tensors: Any = [
+        SimpleNamespace(is_cpu=False, device=THIRD),
+        SimpleNamespace(is_cpu=True, device=torch.device("cpu")),
+    ]
+    lanes.wait_for_streams(tensors)
+    lanes.wait_for_streams(tensors[1:])
+    assert waited == [3, 1]
+
+
+@pytest.mark.usefixtures("processes")
+def test_the_end_of_the_process_waits_for_a_lock_that_is_under_way() -> None:
+    """A thread that came back from torch after that would abort the process."""
+    script = """
+import _thread, contextlib, threading, time
+import torch
+from ckptd.agent.copy import lanes
+
+torch.set_num_threads(1)
+begun, matrix = threading.Event(), torch.ones(1000, 1000)
+
+class Runtime:
+    def cudaHostRegister(self, *_):
+        begun.set()
+        until = time.monotonic() + 1
+        while time.monotonic() < until:
+            matrix @ matrix
+        return 0
+
+def lock():
+    for _ in range(1000):
+        if not lanes.lock_pages(4096, 8192, torch.device("cuda", 0)):
+            break
+    time.sleep(1000)
+
+torch.cuda.cudart = Runtime
+lanes.on = lambda device: contextlib.nullcontext()
+_thread.start_new_thread(lock, ())
+begun.wait()
+"""
+    ended = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert (ended.returncode, ended.stderr) == (0, "")

@@ -10,7 +10,8 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+import weakref
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any, cast
 
@@ -25,8 +26,8 @@ from ckptd.agent.copy import mapped_slot
 from ckptd.agent.copy import sealer as sealer_module
 from ckptd.agent.copy.checked_copy import CheckedCopy
 from ckptd.agent.copy.fences import Fences, Transfer
-from ckptd.agent.copy.lanes import Mark
-from ckptd.agent.copy.sealer import Sealer
+from ckptd.agent.copy.lanes import Mark, StreamLane
+from ckptd.agent.copy.sealer import Sealer, _Seal
 from ckptd.agent.plan.kept_plan import KeptPlan, PlanInUse
 from ckptd.agent.plan.layout import Layout
 from ckptd.shared.errors import CkptdError, InvalidRequest, SnapshotFailed
@@ -223,8 +224,8 @@ def test_recover_waits_for_the_copies_and_counts_the_step(agent: Agent, device: 
     state = {"w": torch.zeros(10)}
     recovered = agent.recover(state)
     assert recovered is not None
-    assert torch.equal(state["w"], torch.full((10,), float(recovered.step)))
-    assert agent.attempt == (1 if recovered.step == 2 else 2)
+    assert torch.equal(state["w"], torch.full((10,), 2.0))
+    assert (recovered.step, agent.attempt) == (2, 1)
     agent.snapshot({"w": torch.full((10,), 3.0)}, step=3).wait("durable", timeout=60)
 
 
@@ -276,6 +277,26 @@ def test_a_write_to_a_dtensor_during_its_copy_fails_the_snapshot(
     with pytest.raises(SnapshotFailed, match="other than its optimizer wrote"):
         pending.wait("sealed", timeout=60)
     agent.snapshot({"w": parameter}, step=2).wait("sealed", timeout=60)
+
+
+def test_a_write_of_a_device_to_pinned_memory_is_waited_for(
+    daemon: Daemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The CPU reads such memory, and `non_blocking=True` returns before it is written."""
+    w, asked = torch.zeros(10), list[int]()
+
+    def is_pinned(tensors: Iterable[torch.Tensor]) -> bool:
+        asked.append(len(list(tensors)))
+        return True
+
+    monkeypatch.setattr("ckptd.agent.agent.pinned", is_pinned)
+    monkeypatch.setattr("ckptd.agent.agent.wait_for_streams", lambda tensors: w.add_(1))
+    agent = Agent("job", socket=daemon.home.socket)
+    for step in (1, 2):
+        agent.snapshot({"w": w}, step=step).wait("durable", timeout=60)
+        assert torch.equal(saved(daemon, step), torch.full((10,), float(step)))
+    assert asked == [1]  # again only for other memory
+    agent.close()
 
 
 # -- the thread itself
@@ -394,6 +415,71 @@ def test_close_waits_for_the_seals_and_removes_the_hooks(
     assert sealer._over.is_set()
 
 
+def test_an_optimizer_that_was_captured_after_prepare_is_copied_at_once(
+    device: Gated, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A replay announces nothing, also if the optimizer steps without the graph later."""
+    capturing = True
+    made = Sealer()
+    monkeypatch.setattr(
+        sealer_module, "Fences", lambda: Fences(lambda _: GatedLane(device), lambda: capturing)
+    )
+    made.prepare(torch.device("xpu"))  # of no driver, so that no lane is made
+    parameter, other = torch.nn.Parameter(torch.ones(4)), torch.nn.Parameter(torch.ones(4))
+    optimizer = stepped(parameter, device)
+    capturing = False
+    optimizer.step()
+    stepped(other, device)
+    slots = [torch.empty(4), torch.empty(4)]
+    transfer = made.carry(slots, [parameter, other], [])
+    assert [(len(transfer.marks), len(transfer.late))] == [(2, 1)]
+    device.gate.set()
+    made.finish(transfer)
+    made.close()
+
+
+def test_the_thread_stays_on_the_device_whose_events_it_drops(
+    sealer: Sealer, fences: FakeFences, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stayed: list[tuple[torch.device, int]] = []
+    monkeypatch.setattr(
+        sealer_module, "stay_on", lambda device: stayed.append((device, threading.get_ident()))
+    )
+    sealer._device = torch.device("cuda:1")
+    sealed: list[int] = []
+    sealer.later(
+        "a", fences.transfer(), lambda: sealed.append(threading.get_ident()), lambda error: None
+    )
+    assert sealer.wait(timeout=60)
+    assert stayed == [(torch.device("cuda:1"), sealed[0])]
+
+
+def test_a_forked_child_keeps_the_events_of_its_parent_and_has_no_hooks(
+    device: Gated, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There, torch would end the process when an event is destroyed, and refuse to wait."""
+    kept: list[object] = []
+    monkeypatch.setattr(sealer_module, "_of_parents", kept)
+    made = Sealer()
+    made._fences = Fences(lambda _: GatedLane(device), lambda: False)
+    parameter = torch.nn.Parameter(torch.ones(4))
+    optimizer = stepped(parameter, device)
+    transfers = [made.carry([torch.empty(4)], [parameter], []) for _ in range(2)]
+    marks = [weakref.ref(mark) for transfer in transfers for _, mark in transfer.marks]
+    made._seals = [_Seal("a", each, lambda: None, lambda error: None) for each in transfers]
+    transfers.clear()
+    made.forget()
+    before = len(device.training.operations)
+    optimizer.step()
+    assert len(device.training.operations) == before + 1  # the step waits for nothing
+    assert made.wait(timeout=0)
+    made._fences = None
+    del made, optimizer
+    device.side.operations.clear()
+    device.training.operations.clear()
+    assert all(mark() is not None for mark in marks)
+
+
 class Hung:
     """A mark of a device that hangs."""
 
@@ -469,25 +555,23 @@ def test_the_memory_of_a_lane_is_made_before_the_first_copy(
     """Later, the training may have filled the device."""
     prepared: list[int | None] = []
 
-    class PreparedLane(FakeLane):
+    class PreparedLane(StreamLane):
         def __init__(self, device: torch.device) -> None:
-            super().__init__(Device())
             self.index = device.index
 
         def prepare(self) -> None:
             prepared.append(self.index)
 
-    monkeypatch.setattr(sealer_module, "StreamLane", PreparedLane)
+    monkeypatch.setattr(sealer_module, "Fences", lambda: Fences(PreparedLane))
     made, second = Sealer(), torch.device("cuda", 1)
     for device in (second, second, torch.device("xpu", 0)):
         made.prepare(device)
-    assert (prepared, made._fences) == ([1], None)
-    lane = made._prepared[second]
-    made.carry([], [], [])
-    made.prepare(torch.device("cuda", 0))
     assert prepared == [1]
     assert made._fences is not None
-    assert made._fences._lane(second) is lane
+    lane = made._fences._lane(second)
+    made.carry([], [], [])
+    made.prepare(second)
+    assert (prepared, made._fences._lane(second)) == ([1], lane)
     made.close()
     capturing = Sealer()
     monkeypatch.setattr(sealer_module, "capturing", lambda: True)

@@ -239,7 +239,8 @@ def test_without_locked_memory_a_recovery_is_slower(
     assert all(right(slot, one) for one in wanted)
     assert locked == []
     assert caplog.messages == [
-        "loading is slower, because its buffer cannot be page-locked: [Errno 24] Too many open files"
+        "loading is slower, because its buffer cannot be page-locked: [Errno 24] Too many open "
+        "files"
     ]
 
 
