@@ -19,11 +19,28 @@
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
-#if !defined(__x86_64__) || !defined(__GNUC__)
-#error "the copy is written for x86-64; elsewhere torch copies, and the daemon computes the checksums"
+#if !defined(__GNUC__) || !(defined(__x86_64__) || defined(__aarch64__) && defined(__AARCH64EL__))
+#error "the copy is written for x86-64 and aarch64; elsewhere torch copies, and the daemon computes the checksums"
 #endif
 
+#ifdef __x86_64__
 #include <immintrin.h>
+#define BASE "sse4.2"
+#define crc_word _mm_crc32_u64
+#define crc_byte _mm_crc32_u8
+#define keep_in_register(vector) __asm__ volatile("" : "+x"(vector))
+#define finish_stores _mm_sfence
+#else
+#include <arm_acle.h>
+#include <arm_neon.h>
+#include <asm/hwcap.h>
+#include <sys/auxv.h>
+#define BASE "+crc+crypto"
+#define crc_word(reg, word) __crc32cd((uint32_t)(reg), word)
+#define crc_byte __crc32cb
+#define keep_in_register(vector) __asm__ volatile("" : "+w"(vector))
+#define finish_stores() (void)0
+#endif
 #include <pthread.h>
 #include <signal.h>
 #include <stdint.h>
@@ -50,20 +67,17 @@ typedef struct {
     size_t count, nbytes, next;
 } Work;
 
-/* Whether this processor folds vectors of 32 bytes. */
-static int is_wide;
-
 /* The factors that move a vector forward by so many bytes: x^(8 * bytes + 31) for its first half, and x^(8 * bytes - 33) for the second,
  * modulo the polynomial. Its bits are reflected: bit 0 of a register is x^31. */
 static uint64_t of_wide[2], of_narrow[2];
 
-__attribute__((target("sse4.2"))) static void find_factors(uint64_t *factors, size_t bytes)
+__attribute__((target(BASE))) static void find_factors(uint64_t *factors, size_t bytes)
 {
     uint64_t power = 1;
     for (size_t at = sizeof power; at < bytes; at += sizeof power)
-        power = _mm_crc32_u64(power, 0); /* times x^64 */
+        power = crc_word(power, 0); /* times x^64 */
     factors[1] = power;
-    factors[0] = _mm_crc32_u64(power, 0);
+    factors[0] = crc_word(power, 0);
 }
 
 /* Words at any address. A word is loaded once, so that its checksum is that of the bytes that are stored, even if another process changes the
@@ -75,7 +89,7 @@ static inline Word load(const char *place)
     return *(const volatile Word *)place;
 }
 
-#define INLINED __attribute__((target("sse4.2"), always_inline)) static inline
+#define INLINED __attribute__((target(BASE), always_inline)) static inline
 
 /* Copies like `pass`, but through the cache. */
 INLINED uint64_t pass_short(char *target, const char *source, size_t length, uint64_t reg, const int storing)
@@ -85,13 +99,13 @@ INLINED uint64_t pass_short(char *target, const char *source, size_t length, uin
         Word word = load(source + i);
         if (storing)
             *(Word *)(target + i) = word;
-        reg = _mm_crc32_u64(reg, word);
+        reg = crc_word(reg, word);
     }
     for (; i < length; i++) {
         char byte = *(const volatile char *)(source + i);
         if (storing)
             target[i] = byte;
-        reg = _mm_crc32_u8((uint32_t)reg, (uint8_t)byte);
+        reg = crc_byte((uint32_t)reg, (uint8_t)byte);
     }
     return reg;
 }
@@ -108,7 +122,7 @@ INLINED uint64_t pass_short(char *target, const char *source, size_t length, uin
         for (; at + BYTES <= length; at += BYTES) {                                                                          \
             _Pragma("GCC unroll 8") for (int i = 0; i < COUNT; i++) {                                                        \
                 Vector read = load_vector((const void *)(source + at + i * sizeof(Vector)));                                 \
-                __asm__ volatile("" : "+x"(read));                                                                           \
+                keep_in_register(read);                                                                                      \
                 if (storing)                                                                                                 \
                     stream((void *)(target + at + i * sizeof(Vector)), read);                                                \
                 if (at)                                                                                                      \
@@ -120,20 +134,55 @@ INLINED uint64_t pass_short(char *target, const char *source, size_t length, uin
         if (at) {                                                                                                            \
             memcpy(words, folded, sizeof words);                                                                             \
             for (size_t i = 0; i < sizeof words / sizeof *words; i++)                                                        \
-                rest = _mm_crc32_u64(rest, words[i]);                                                                        \
+                rest = crc_word(rest, words[i]);                                                                             \
             *reg = rest;                                                                                                     \
         }                                                                                                                    \
         return at;                                                                                                           \
     }
+
+#ifdef __x86_64__
+/* Whether this processor folds vectors of 32 bytes. */
+static int is_wide;
+
 #define TWICE(factors) _mm256_broadcastsi128_si256(ONCE(factors))
 #define ONCE(factors) _mm_set_epi64x((long long)factors[1], (long long)factors[0])
 #define FIRST_OF_TWO(reg) _mm256_set_epi64x(0, 0, 0, (long long)(reg))
 #define FIRST_OF_ONE(reg) _mm_cvtsi64_si128((long long)(reg))
 
-FOLDING(fold_wide, "avx2,vpclmulqdq,sse4.2", WIDE, of_wide, __m256i, _mm256_loadu_si256, _mm256_stream_si256, _mm256_xor_si256,
+FOLDING(fold_wide, "avx2,vpclmulqdq," BASE, WIDE, of_wide, __m256i, _mm256_loadu_si256, _mm256_stream_si256, _mm256_xor_si256,
         _mm256_clmulepi64_epi128, TWICE, FIRST_OF_TWO)
-FOLDING(fold_narrow, "pclmul,sse4.2", NARROW, of_narrow, __m128i, _mm_loadu_si128, _mm_stream_si128, _mm_xor_si128, _mm_clmulepi64_si128, ONCE,
+FOLDING(fold_narrow, "pclmul," BASE, NARROW, of_narrow, __m128i, _mm_loadu_si128, _mm_stream_si128, _mm_xor_si128, _mm_clmulepi64_si128, ONCE,
         FIRST_OF_ONE)
+
+static int is_able(void)
+{
+    is_wide = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("vpclmulqdq");
+    return __builtin_cpu_supports("sse4.2") && __builtin_cpu_supports("pclmul");
+}
+#else
+enum { is_wide = 0 };
+#define fold_wide fold_narrow
+
+/* The product of the first halves for `halves` 0x00, of the second for 0x11. */
+INLINED uint64x2_t product(uint64x2_t a, uint64x2_t b, const int halves)
+{
+    return vreinterpretq_u64_p128(halves ? vmull_high_p64(vreinterpretq_p64_u64(a), vreinterpretq_p64_u64(b))
+                                         : vmull_p64((poly64_t)vgetq_lane_u64(a, 0), (poly64_t)vgetq_lane_u64(b, 0)));
+}
+
+/* These processors write whole lines without reading them first, once they see that all of them are written. */
+#define LOAD(place) vreinterpretq_u64_u8(vld1q_u8(place))
+#define STORE(place, vector) vst1q_u8(place, vreinterpretq_u8_u64(vector))
+#define PAIR(factors) vld1q_u64(factors)
+#define FIRST(reg) vsetq_lane_u64(reg, vdupq_n_u64(0), 0)
+
+FOLDING(fold_narrow, BASE, NARROW, of_narrow, uint64x2_t, LOAD, STORE, veorq_u64, product, PAIR, FIRST)
+
+static int is_able(void)
+{
+    return (getauxval(AT_HWCAP) & HWCAP_CRC32) && (getauxval(AT_HWCAP) & HWCAP_PMULL);
+}
+#endif
 
 /* Copies, and returns the register of the crc32c behind these bytes. With `storing` 0, nothing is stored. */
 INLINED uint64_t pass(char *target, const char *source, size_t length, uint64_t reg, const int storing)
@@ -148,7 +197,7 @@ INLINED uint64_t pass(char *target, const char *source, size_t length, uint64_t 
     return pass_short(target + at, source + at, length - at, reg, storing);
 }
 
-__attribute__((target("sse4.2"))) static uint64_t copy_piece(char *target, const char *source, size_t length, uint64_t reg)
+__attribute__((target(BASE))) static uint64_t copy_piece(char *target, const char *source, size_t length, uint64_t reg)
 {
     return target == source ? pass(target, source, length, reg, 0) : pass(target, source, length, reg, 1);
 }
@@ -174,7 +223,7 @@ static void *copy_parts(void *argument)
     size_t number;
     while ((number = __atomic_fetch_add(&work->next, 1, __ATOMIC_RELAXED)) < work->count)
         copy_part(work->pieces, &work->parts[number]);
-    _mm_sfence();
+    finish_stores();
     return NULL;
 }
 
@@ -365,11 +414,10 @@ static PyMethodDef methods[] = {
 
 static int check_processor(PyObject *Py_UNUSED(module))
 {
-    if (!__builtin_cpu_supports("sse4.2") || !__builtin_cpu_supports("pclmul")) {
+    if (!is_able()) {
         PyErr_SetString(PyExc_ImportError, "this processor has no instructions for a crc32c");
         return -1;
     }
-    is_wide = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("vpclmulqdq");
     find_factors(of_wide, WIDE); /* the same at each import, even if another thread copies meanwhile */
     find_factors(of_narrow, NARROW);
     return 0;
