@@ -367,6 +367,7 @@ def rng_state() -> dict[str, Any]:
         # processes that are forked later could not use it.
         if module.is_initialized():
             state["devices"] = [_bytes(generator) for generator in module.get_rng_state_all()]
+            state["device"] = torch.accelerator.current_device_index()
     return state
 
 
@@ -377,7 +378,9 @@ def _bytes(state: torch.Tensor) -> bytes:
 def set_rng_state(state: dict[str, Any]) -> None:
     """Set the generators to a state that `rng_state` has returned.
 
-    The states of devices that this machine lacks are ignored.
+    The current device gets the state of the device that was the current one, which may
+    have had another number. Each other device gets the state of its own number, if there
+    is one.
     """
     version, words, gauss = state["python"]
     random.setstate((version, _PYTHON_RNG.unpack(words), gauss))
@@ -402,3 +405,7 @@ def set_rng_state(state: dict[str, Any]) -> None:
             range(torch.accelerator.device_count()), state["devices"], strict=False
         ):
             module.set_rng_state(torch.frombuffer(bytearray(saved), dtype=torch.uint8), device)
+        if "device" in state:
+            saved = state["devices"][state["device"]]
+            current = torch.accelerator.current_device_index()
+            module.set_rng_state(torch.frombuffer(bytearray(saved), dtype=torch.uint8), current)

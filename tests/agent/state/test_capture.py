@@ -271,9 +271,34 @@ def test_devices_are_asked_only_if_this_process_uses_them(
     module = SimpleNamespace(is_initialized=lambda: used, get_rng_state_all=states)
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: asked.append("available"))
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 0)
     monkeypatch.setattr(torch, "get_device_module", lambda device: module)
     state = rng_state()
     assert (asked, state.get("devices")) == ((["states"], [b"\1\1"]) if used else ([], None))
+
+
+def test_the_current_device_gets_the_state_of_the_one_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A process may see all GPUs of a node, or its own only, as number 0."""
+    current, states = 2, [torch.full((2,), n, dtype=torch.uint8) for n in range(3)]
+    module = SimpleNamespace(
+        is_initialized=lambda: True,
+        get_rng_state_all=lambda: states,
+        set_rng_state=lambda state, device: states.__setitem__(device, state),
+    )
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: len(states))
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: current)
+    monkeypatch.setattr(torch, "get_device_module", lambda device: module)
+    saved = rng_state()
+    current, states = 0, [torch.zeros(2, dtype=torch.uint8)]
+    set_rng_state(saved)
+    assert [state.tolist() for state in states] == [[2, 2]]
+    current, states = 1, [torch.zeros(2, dtype=torch.uint8) for _ in range(3)]
+    set_rng_state(saved)
+    assert [state.tolist() for state in states] == [[0, 0], [2, 2], [2, 2]]
 
 
 def test_numpys_generator_as_ckptd_0_1_0_saved_it() -> None:
