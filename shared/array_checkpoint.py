@@ -203,6 +203,16 @@ class ArrayCheckpoint:
             found = self._array(name, _read)
         return found.copy() if name in self._aliases else found
 
+    def arrays(self, names: Iterable[str]) -> dict[str, np.ndarray[Any, Any]]:
+        """Return several tensors by name, as `array` does, and read each chunk once.
+
+        Tensors that share memory in the checkpoint share it. Raises the errors of `array`.
+        """
+        wanted = {name: _Reference(name) for name in names if self._described(name)}
+        with storage_errors("read tensors"):
+            found: dict[str, np.ndarray[Any, Any]] = self._filled(wanted)
+        return found
+
     def _array(
         self, name: str, read: Callable[[PartReader, Item], bytearray]
     ) -> np.ndarray[Any, Any]:

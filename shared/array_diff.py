@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -113,7 +114,12 @@ def difference(a: ArrayCheckpoint, b: ArrayCheckpoint) -> CheckpointDifference:
     values_a, values_b = _leaves(a), _leaves(b)
     both = set(tensors_b)
     shared = [name for name in tensors_a if name in both]
-    found = [one for name in shared if (one := tensor_difference(name, a, b)) is not None]
+    found = []
+    for names in _batches(shared, a, b):
+        held = (a.arrays(names), b.arrays(names)) if len(names) > 1 else None
+        found += [
+            one for name in names if (one := _tensor_difference(name, a, b, held)) is not None
+        ]
     found.sort(key=lambda one: -math.inf if one.relative is None else -one.relative)
     values, same = [], 0
     for path, value in values_a.items():
@@ -251,7 +257,36 @@ def _plain(value: Any) -> Any:
 # -- tensors
 
 
-def tensor_difference(name: str, a: ArrayCheckpoint, b: ArrayCheckpoint) -> TensorDifference | None:
+_Held = tuple[Mapping[str, Array], Mapping[str, Array]]
+"""Tensors of both checkpoints that have been read together."""
+
+
+def _batches(names: Iterable[str], a: ArrayCheckpoint, b: ArrayCheckpoint) -> Iterator[list[str]]:
+    """Divide names into lists of neighbours that have up to `BLOCK` bytes together in each
+    checkpoint.
+
+    To read one small tensor takes as long as to read the whole chunk that it is in. A
+    larger tensor, or one that shares its memory with others, is in a list of its own.
+    """
+    batch, nbytes = list[str](), 0
+    for name in names:
+        alone = not (a.is_in_order(name) and b.is_in_order(name))
+        size = max(math.prod(c.shape(name)) * _size(c.dtype(name)) for c in (a, b))
+        if batch and (alone or nbytes + size > BLOCK):
+            yield batch
+            batch, nbytes = [], 0
+        if alone:
+            yield [name]
+        else:
+            batch.append(name)
+            nbytes += size
+    if batch:
+        yield batch
+
+
+def _tensor_difference(
+    name: str, a: ArrayCheckpoint, b: ArrayCheckpoint, held: _Held | None
+) -> TensorDifference | None:
     """Return how a tensor that both checkpoints have differs, or None if it does not.
 
     Raises IntegrityError, StorageError.
@@ -263,26 +298,33 @@ def tensor_difference(name: str, a: ArrayCheckpoint, b: ArrayCheckpoint) -> Tens
     # Most tensors of two checkpoints are often the same, and need no arithmetic. The
     # norm of A needs the blocks before the first difference, which are read again.
     distance, same = _Distance(dtypes), 0
-    for one, other in _blocks(name, shapes[0], a, b):
+    for one, other in _blocks(name, shapes[0], a, b, held):
         if dtypes[0] == dtypes[1] and not distance.differing and np.array_equal(one, other):
             same += 1
         else:
             distance.add(one, other)
     if dtypes[0] == dtypes[1] and not distance.differing:
         return None
-    for one, other in itertools.islice(_blocks(name, shapes[0], a, b), same):
+    for one, other in itertools.islice(_blocks(name, shapes[0], a, b, held), same):
         distance.add(one, other)
     return distance.told(name, shapes)
 
 
 def _blocks(
-    name: str, shape: tuple[int, ...], a: ArrayCheckpoint, b: ArrayCheckpoint
+    name: str,
+    shape: tuple[int, ...],
+    a: ArrayCheckpoint,
+    b: ArrayCheckpoint,
+    held: _Held | None,
 ) -> Iterator[tuple[Array, Array]]:
     """Yield the bytes of a tensor in both checkpoints, block by block.
 
     A tensor that does not lie in C order comes whole, because each block of it would
     read all chunks again.
     """
+    if held is not None:
+        yield _raw(held[0][name]), _raw(held[1][name])
+        return
     row = math.prod(shape[1:]) * max(_size(a.dtype(name)), _size(b.dtype(name)))
     count = max(1, BLOCK // max(row, 1))
     if not shape or shape[0] <= count or not (a.is_in_order(name) and b.is_in_order(name)):
@@ -307,7 +349,7 @@ class _Distance:
         self._dtypes = dtypes
         self._sizes = tuple(_size(dtype) for dtype in dtypes)
         self._same_type = dtypes[0] == dtypes[1]
-        self._known = all(numbers(np.empty(0, np.uint8), dtype) is not None for dtype in dtypes)
+        self._known = all(map(_has_numbers, dtypes))
         self.differing = 0
         self._l2, self._norm = Norm(), Norm()
         self._max = 0.0
@@ -451,8 +493,14 @@ _EIGHT_BITS = {
 _INTEGERS = frozenset({"int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"})
 
 
+@cache
 def _size(dtype: str) -> int:
     return element_size(dtype) or 1
+
+
+@cache
+def _has_numbers(dtype: str) -> bool:
+    return numbers(np.empty(0, np.uint8), dtype) is not None
 
 
 def numbers(raw: Array, dtype: str) -> Array | None:

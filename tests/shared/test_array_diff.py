@@ -21,6 +21,7 @@ from ckptd.agent import Agent
 from ckptd.shared import array_diff
 from ckptd.shared.array_checkpoint import ArrayCheckpoint
 from ckptd.shared.array_diff import CheckpointDifference, difference, numbers
+from ckptd.shared.formats.part import PartReader
 from tests.agent.convert.saved import DTYPES, bits, random
 from tests.crash.hostile import forge
 from tests.shared.test_array_checkpoint import pieces
@@ -254,6 +255,24 @@ def test_memory_does_not_grow_with_the_tensors(
 
 
 # -- values
+
+
+def test_a_chunk_of_many_tensors_is_read_once(
+    served: Daemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = {f"t{n}": torch.full((16,), float(n)) for n in range(300)}
+    job = saved(served, state, {name: tensor + 1 for name, tensor in state.items()})
+    read: list[int] = []
+
+    def counted(part: PartReader, number: int, raw: memoryview) -> None:
+        read.append(number)
+        original(part, number, raw)
+
+    original = PartReader.read_chunk
+    monkeypatch.setattr(PartReader, "read_chunk", counted)
+    with ArrayCheckpoint.open(job, 0) as one, ArrayCheckpoint.open(job, 1) as other:
+        assert len(difference(one, other).tensors) == 300
+    assert 2 <= len(read) <= 8
 
 
 def test_values_differ_by_value_and_by_type(served: Daemon) -> None:
