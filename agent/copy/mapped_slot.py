@@ -167,10 +167,10 @@ class MappedSlot:
 
     @property
     def may_be_locked(self) -> bool:
-        """True if the memory is page-locked or is being locked, so that `forget` may have
-        to wait for a driver.
+        """True if the memory is page-locked, or is being locked or unlocked, so that
+        `forget` may have to wait for a driver.
         """
-        return bool(self._unlocks) or not self.ready.is_set()
+        return bool(self._unlocks) or not self.ready.is_set() or self._locking.locked()
 
     def populate(self, device: torch.device | None = None) -> None:
         """Fault in all memory of the slot, so that the first copy is as fast as later

@@ -22,6 +22,7 @@ import torch
 from ckptd.agent.copy.fences import Fences, Transfer
 from ckptd.agent.copy.lanes import capturing, stay_on
 from ckptd.agent.threads.flag import Flag, Waiters
+from ckptd.shared.errors import SnapshotFailed
 
 log = logging.getLogger("ckptd.agent")
 
@@ -126,10 +127,12 @@ class Sealer:
     def finish(self, transfer: Transfer) -> None:
         """Wait until every copy of the transfer is done. Ctrl-C ends the wait.
 
-        Raises SnapshotFailed if a source may have changed while it was copied.
+        Raises SnapshotFailed if a source may have changed while it was copied, or if this
+        is closed before.
         """
         assert self._fences is not None
-        self._reached(transfer)
+        if not self._reached(transfer):
+            raise SnapshotFailed("the agent was closed before the snapshot was copied")
         self._fences.finish(transfer)
 
     def _run(self) -> None:

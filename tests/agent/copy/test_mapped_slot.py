@@ -424,6 +424,20 @@ def test_all_memory_is_faulted_in_piece_by_piece_and_locked_once(
     assert (len(pages.locked), pages.unlocked) == (1, [start])
 
 
+def test_a_slot_may_be_locked_until_the_driver_has_unlocked_it(
+    slot: MappedSlot, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: list[bool] = []
+    monkeypatch.setattr(mapped_slot_module, "lock_pages", lambda *_: True)
+    monkeypatch.setattr(
+        mapped_slot_module, "unlock_pages", lambda *_: found.append(slot.may_be_locked)
+    )
+    slot.populate(CUDA)
+    slot.ready.set()
+    slot.forget()
+    assert (found, slot.may_be_locked) == ([True], False)
+
+
 @pytest.mark.parametrize("refused", [False, True])
 def test_a_large_slot_is_locked_in_pieces_as_far_as_the_driver_does(
     slot: MappedSlot, monkeypatch: pytest.MonkeyPatch, refused: bool

@@ -507,6 +507,8 @@ def test_nobody_waits_longer_than_asked_for_a_device_that_hangs(
     assert not sealer.close(timeout=0.01)
     assert (sealer._over.is_set(), done) == (True, [])
     assert not sealer.wait()  # closed, and no longer waited for
+    with pytest.raises(SnapshotFailed, match="closed before the snapshot was copied"):
+        sealer.finish(hung())
 
 
 def test_a_seal_whose_failure_cannot_be_reported_does_not_end_the_thread(
