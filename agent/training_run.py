@@ -333,7 +333,7 @@ class Training:
         taken: Pending | None = None
         if last:
             take = default.snapshot if self._given is None else self._given.snapshot
-            # After the loop, average weights may take the place of the others.
+            # After the loop, the caller may put averaged weights into the parameters.
             taken = take(self._state, step=step, metrics=self.metrics or None, hold="now")
         elif due:
             taken = self._schedule.snapshot(self._state, step=step, metrics=self.metrics or None)

@@ -116,6 +116,7 @@ def difference(a: ArrayCheckpoint, b: ArrayCheckpoint) -> CheckpointDifference:
     shared = [name for name in tensors_a if name in both]
     found = []
     for names in _batches(shared, a, b):
+        held = None  # those of the batch before are freed first
         held = (a.arrays(names), b.arrays(names)) if len(names) > 1 else None
         found += [
             one for name in names if (one := _tensor_difference(name, a, b, held)) is not None

@@ -7,12 +7,12 @@
  *
  * The caller guarantees that the memory is there until the call returns. The GIL is released. Each part is the work of one thread.
  *
- * The bytes are written past the cache, because nobody reads them soon. An ordinary store of a line that is not in the cache first reads the
+ * On x86-64 the bytes are written past the cache, because nobody reads them soon. An ordinary store of a line that is not in the cache first reads the
  * line from memory, which costs a third of the bandwidth.
  *
  * A crc32c is the remainder of a division of polynomials over GF(2). Bytes are loaded in vectors, and a vector that lies a fixed distance
  * behind is folded onto another by two carry-less products with constants, which does not change that remainder (Gopal et al., "Fast CRC
- * Computation for Generic Polynomials Using PCLMULQDQ Instruction", Intel 2009). Vectors of 32 bytes keep the bandwidth of memory, and
+ * Computation for Generic Polynomials Using PCLMULQDQ Instruction", Intel 2009). Vectors of 32 bytes keep up with memory, and
  * vectors of 16 bytes are for older processors and for short pieces.
  */
 #define Py_LIMITED_API 0x030b0000

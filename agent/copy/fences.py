@@ -11,13 +11,13 @@ The version counters of the tensors show whether anything else wrote to a late s
 If so, the snapshot fails, and from then on writes to every source are held back at
 once. Tensors over the same memory may have counters of their own: an operation on a
 DTensor does not raise that of the local tensor, nor one on a flat parameter those of
-the parameters that lie in it. So the counters of all tensors are compared that the
-state and the optimizers have over this memory.
+the parameters that lie in it. So the counters of all tensors over this memory are
+compared, as far as the state and the optimizers have them.
 
 Only the streams know that the copies read this memory. So the storages of the sources
 are kept until the copies are done: `tensor.data = other` would free the memory, and
-torch would give it to the training. A storage that has freed its memory itself fails
-the snapshot as a write does.
+torch would give it to the training. A storage of a late source that has freed its
+memory itself fails the snapshot, as a write does.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ import threading
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -202,7 +203,8 @@ class Fences:
             # With those that nobody finishes, because an error or Ctrl-C came between.
             for known in [t for t in self._under_way if t is transfer or t.done()]:
                 self._check(known)
-                self._under_way.remove(known)
+                with suppress(ValueError):  # a signal handler has finished it meanwhile
+                    self._under_way.remove(known)
         transfer.sources.clear()
         transfer.memory.clear()
         if transfer.torn:
@@ -213,8 +215,8 @@ class Fences:
             )
 
     def everything(self) -> Transfer:
-        """Return a transfer that is done once every copy is, that was enqueued in any
-        lane so far.
+        """Return a transfer that is done once all copies are done that were enqueued so
+        far, in any lane.
         """
         return Transfer(marks=[(lane, lane.mark()) for lane in list(self._lanes.values())])
 
@@ -286,7 +288,7 @@ class Fences:
         """
         if self._under_way:
             with self._lock:
-                for transfer in self._under_way:
+                for transfer in list(self._under_way):  # a signal handler may change it
                     self._check(transfer)
                     for lane, mark in transfer.late:
                         lane.hold_back(mark)
@@ -315,8 +317,8 @@ class _LoadHook:
         self._call()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Return what a copy or a pickle of the module has in the place of this hook: a
-        function that does nothing, for any arguments. It does not need ckptd.
+        """Replace this hook, in copies and pickles of its module, by a function that does
+        nothing, for any arguments. It does not need ckptd.
         """
         return getattr, ("", "format")
 

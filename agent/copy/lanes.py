@@ -128,7 +128,7 @@ class StreamLane:
 
     def _again(self) -> torch.Stream:
         """Return a new object for the stream: some versions of torch refuse to enter one
-        that is entered already, as by another thread.
+        that is entered already, for example by another thread.
         """
         return torch.Stream(
             stream_id=self._stream.stream_id,
@@ -140,7 +140,7 @@ class StreamLane:
         """Return the memory in which tensors are gathered, or None if the device is full.
 
         It is kept: the device may be full at the next call. On a device that is nearly
-        full, it is as small as it may be. torch is asked for that once, even if it has to
+        full, it has `SMALL` bytes. torch is asked for that once, even if it has to
         give back memory that it keeps for the training.
         """
         for length in (GATHERED, SMALL):
@@ -485,7 +485,8 @@ def _cause(error: int) -> str:
 
 
 def unlock_pages(address: int, device: torch.device) -> None:
-    """Undo `lock_pages`, on such a thread, too, and before the memory is unmapped.
+    """Undo `lock_pages`, on a thread that launches no kernels and before the memory is
+    unmapped.
 
     The driver keeps the old pages locked otherwise, and copies to whatever is mapped at
     the address next go to those pages.
@@ -497,3 +498,16 @@ def unlock_pages(address: int, device: torch.device) -> None:
         text = runtime.cudaGetErrorString(answer) if error else ""
     if error not in (0, _NOT_REGISTERED):
         log.warning("memory could not be unlocked: CUDA error %d, %s", error, text)
+
+
+def unlocking(address: int, device: torch.device) -> Callable[[], None]:
+    """Return a call that unlocks memory, but not in a forked child, which has no such
+    mapping.
+    """
+    owner = os.getpid()
+
+    def unlock() -> None:
+        if os.getpid() == owner:
+            unlock_pages(address, device)
+
+    return unlock

@@ -17,7 +17,6 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from itertools import groupby
 from operator import attrgetter
 
@@ -25,7 +24,7 @@ import torch
 
 from ckptd.agent.copy.checked_copy import CheckedCopy, Targets
 from ckptd.agent.copy.fences import Transfer
-from ckptd.agent.copy.lanes import lock_pages, locks, unlock_pages
+from ckptd.agent.copy.lanes import lock_pages, locks, unlocking
 from ckptd.agent.copy.mapping import MADV_POPULATE_WRITE, advise, map_segment
 from ckptd.agent.plan.layout import Layout
 from ckptd.agent.state.dtypes import copyable, dtype_of
@@ -191,7 +190,7 @@ class MappedSlot:
             with self._locking:
                 if device is None or self._forgotten or not lock_pages(piece, nbytes, device):
                     return
-                self._unlocks.append(partial(_unlock, os.getpid(), piece, device))
+                self._unlocks.append(unlocking(piece, device))
                 self._locked += nbytes
 
     @staticmethod
@@ -451,12 +450,6 @@ def fault_threads() -> int:
     the CPUs that this process may use, at most 4. Other ranks fault in theirs meanwhile.
     """
     return max(1, min(4, len(os.sched_getaffinity(0)) // 4))
-
-
-def _unlock(owner: int, address: int, device: torch.device) -> None:
-    """Unlock memory, but not in a forked child, which has no such mapping."""
-    if os.getpid() == owner:
-        unlock_pages(address, device)
 
 
 def batches(layout: Layout, most: int) -> Iterator[range]:

@@ -179,8 +179,8 @@ class Sealer:
         return True
 
     def once_idle(self, give_back: Callable[[], None]) -> None:
-        """Call `give_back` once every copy is done that was ever enqueued: at once if it
-        is, and otherwise later, on the thread.
+        """Call `give_back` once all copies that were ever enqueued are done: now if they
+        are, and otherwise later, on the thread.
 
         This includes copies whose transfer the caller never got because of Ctrl-C.
         `give_back` is not called if the device has failed and does not tell, or if this

@@ -251,8 +251,7 @@ class Preparation:
     on a thread of its own.
 
     The new slots are faulted in and, with a `layout`, made ready for copies by it. With
-    a `device`, they are page-locked, and near to it. The current device of the new thread is
-    not that of the training.
+    a `device`, they are page-locked, and on the NUMA node of the device.
 
     Call `start`, then `wait` or `join`. `allocated` is set once the new slots may be
     used, or once the allocation has failed. After a failure `error` is the reason and

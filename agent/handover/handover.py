@@ -443,10 +443,11 @@ class Handovers:
         self._sealed.notify()
 
     def wait_for_threads(self, timeout: float | None = None) -> bool:
-        """Wait until no other thread is sealing a slot, and return True. Wait then until
-        none is making slots, too, again for at most `timeout` seconds.
+        """Wait until no other thread is sealing a slot, then until none is making slots:
+        at most `timeout` seconds for each.
 
-        Return False if copies from an accelerator take longer than `timeout` seconds.
+        Return False if copies from an accelerator take longer. Return True otherwise,
+        even if slots are still being made.
         """
         ended = self.sealer.wait(timeout=timeout)
         if ended:

@@ -17,7 +17,7 @@ from typing import Any, Self
 
 import torch
 
-from ckptd.agent.copy.lanes import Lane, Mark, StreamLane, lock_pages, unlock_pages
+from ckptd.agent.copy.lanes import Lane, Mark, StreamLane, lock_pages, unlocking
 from ckptd.agent.copy.mapping import map_segment
 from ckptd.agent.plan.layout import memory
 from ckptd.agent.plan.structure import PLAIN
@@ -71,8 +71,8 @@ class Wanted:
 class _Buffer:
     """Page-locked memory of this process, as bytes, and marks behind the copies from it.
 
-    No other process can write to the memory. It is a segment nevertheless: of private
-    memory, a fork would give this process other pages than those that are locked.
+    No other process can write to the memory. It is a segment nevertheless: a fork would give
+    this process new pages in place of private ones, and other pages are locked then.
     """
 
     def __init__(self, length: int, lockable: bool) -> None:
@@ -92,7 +92,7 @@ class _Buffer:
     def lock(self, device: torch.device) -> None:
         address = self.data.data_ptr()
         if self._mapped is not None and lock_pages(address, len(self.data), device):
-            self._unlocks.append(partial(_unlock, os.getpid(), address, device))
+            self._unlocks.append(unlocking(address, device))
 
     def unlock(self) -> None:
         while self._unlocks:
@@ -117,12 +117,6 @@ def _segment(length: int, unlocks: list[Callable[[], object]]) -> Any:
     except OSError as error:
         log.warning("loading is slower, because its buffer cannot be page-locked: %s", error)
         return None
-
-
-def _unlock(owner: int, address: int, device: torch.device) -> None:
-    """Unlock memory, but not in a forked child, which has no such mapping."""
-    if os.getpid() == owner:
-        unlock_pages(address, device)
 
 
 class Upload:

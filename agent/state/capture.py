@@ -401,11 +401,9 @@ def set_rng_state(state: dict[str, Any]) -> None:
         np.random.set_state(saved)
     if "devices" in state and torch.accelerator.is_available():
         module = torch.get_device_module(torch.accelerator.current_accelerator())
-        for device, saved in zip(
-            range(torch.accelerator.device_count()), state["devices"], strict=False
-        ):
-            module.set_rng_state(torch.frombuffer(bytearray(saved), dtype=torch.uint8), device)
+        states = dict(enumerate(state["devices"][: torch.accelerator.device_count()]))
         if "device" in state:
-            saved = state["devices"][state["device"]]
             current = torch.accelerator.current_device_index()
-            module.set_rng_state(torch.frombuffer(bytearray(saved), dtype=torch.uint8), current)
+            states[current] = state["devices"][state["device"]]
+        for device, saved in states.items():
+            module.set_rng_state(torch.frombuffer(bytearray(saved), dtype=torch.uint8), device)

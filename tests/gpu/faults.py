@@ -97,7 +97,7 @@ def no_versions(rig: Rig) -> None:
 
 
 def local_versions(rig: Rig) -> None:
-    """Of a DTensor, only the counter of its local tensor is compared."""
+    """The counters of DTensors are not compared, only those of their local tensors."""
     original = Fences._check
 
     def check(self: Fences, transfer: Transfer) -> None:

@@ -19,7 +19,7 @@ from unittest.mock import patch
 import msgspec
 import torch
 
-from ckptd.agent.copy import sealer
+from ckptd.agent.copy import lanes, sealer
 from ckptd.agent.copy.fences import Fences
 from ckptd.agent.copy.lanes import Mark
 from ckptd.agent.plan.kept_plan import KeptPlan, PlanInUse
@@ -114,5 +114,5 @@ def simulate() -> None:
     patch.object(upload, "BUFFER", 512 << 10).start()  # so that small states need both, again
     patch.object(upload, "StreamLane", SimulatedLane).start()
     patch.object(upload, "lock_pages", lambda *_: True).start()
-    patch.object(upload, "unlock_pages", lambda *_: None).start()
+    patch.object(lanes, "unlock_pages", lambda *_: None).start()
     patch.object(Upload, "goes_to", staticmethod(lambda device: True)).start()

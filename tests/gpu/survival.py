@@ -253,7 +253,7 @@ def hang(rig: Rig, seconds: float) -> Pending:
 
 
 kept: list[tuple[Agent, torch.optim.Optimizer]] = []
-"""What must not be collected before the process ends."""
+"""Agents and optimizers that must not be collected before the process ends."""
 
 
 def close_while_busy(tell: Connection, rig: Rig, timeout: float) -> None:

@@ -405,7 +405,7 @@ class Pages:
         monkeypatch.setattr(mapped_slot_module, "fault_threads", lambda: 1)
         monkeypatch.setattr(mapped_slot_module, "advise", populate)
         monkeypatch.setattr(mapped_slot_module, "lock_pages", lock)
-        monkeypatch.setattr(mapped_slot_module, "unlock_pages", unlock)
+        monkeypatch.setattr(lanes_module, "unlock_pages", unlock)
 
 
 def test_all_memory_is_faulted_in_piece_by_piece_and_locked_once(
@@ -429,9 +429,7 @@ def test_a_slot_may_be_locked_until_the_driver_has_unlocked_it(
 ) -> None:
     found: list[bool] = []
     monkeypatch.setattr(mapped_slot_module, "lock_pages", lambda *_: True)
-    monkeypatch.setattr(
-        mapped_slot_module, "unlock_pages", lambda *_: found.append(slot.may_be_locked)
-    )
+    monkeypatch.setattr(lanes_module, "unlock_pages", lambda *_: found.append(slot.may_be_locked))
     slot.populate(CUDA)
     slot.ready.set()
     slot.forget()

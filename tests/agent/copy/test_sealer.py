@@ -181,7 +181,7 @@ def test_a_slot_is_given_back_only_once_its_copies_are_over(
 def test_a_snapshot_that_fails_ends_though_the_device_hangs(
     agent: Agent, device: Gated, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its slot is given back later, by the thread that waits for the copies."""
+    """The thread that waits for the copies gives the slot back later."""
     handovers, returned = agent._link.handovers, list[str]()
     monkeypatch.setattr(handovers.returns, "give_back", lambda slot, *_: returned.append(slot.name))
 

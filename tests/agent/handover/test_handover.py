@@ -113,7 +113,7 @@ def granted(segment: str, step: int = 1) -> m.Granted:
 def test_a_slot_is_given_back_once_the_copies_into_it_are_over(
     monkeypatch: pytest.MonkeyPatch, copying: bool
 ) -> None:
-    """Nobody waits for that: a device may hang."""
+    """The call does not wait for the copies, because a device may hang."""
     world, later = World(granted("a")), list[Callable[[], None]]()
     handover = world.filled(1)
     handover.copying = copying

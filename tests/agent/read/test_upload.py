@@ -24,6 +24,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from ckptd.agent import Checkpoint, StorageReader, StorageWriter
 from ckptd.agent.convert.load_model import load_model
+from ckptd.agent.copy import lanes as lanes_module
 from ckptd.agent.plan.layout import memory
 from ckptd.agent.read import loader, upload
 from ckptd.agent.read.loader import empty_on, load
@@ -117,7 +118,7 @@ def _device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
     monkeypatch.setattr(upload, "StreamLane", LateLane)
     monkeypatch.setattr(upload, "lock_pages", lock)
-    monkeypatch.setattr(upload, "unlock_pages", lambda *_: locked.append(("unlocked", 0)))
+    monkeypatch.setattr(lanes_module, "unlock_pages", lambda *_: locked.append(("unlocked", 0)))
     monkeypatch.setattr(Upload, "goes_to", staticmethod(lambda device: True))
     monkeypatch.setattr(upload, "BUFFER", 200)
     yield
@@ -247,7 +248,7 @@ def test_without_locked_memory_a_recovery_is_slower(
 def test_a_driver_that_refuses_to_lock_a_buffer_is_asked_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Its refusal is logged each time."""
+    """The driver would log each further refusal."""
     asked: list[int] = []
 
     def refuse(address: int, length: int, device: torch.device) -> bool:
@@ -511,7 +512,7 @@ def test_a_tensor_inside_another_and_one_of_another_layout_go_through_the_buffer
 def test_a_damaged_chunk_of_another_sharding_is_named(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Nothing of it, and nothing behind it, reaches the device."""
+    """Neither the chunk nor a later one reaches the device."""
     monkeypatch.setattr(upload, "BUFFER", 1 << 20)
     value = 1 + torch.rand(4096, 1024)
     dcp.save({"w": value}, storage_writer=StorageWriter(tmp_path / "x"))

@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from ckptd.agent import Agent, per_rank
+from ckptd.agent.copy import lanes
 from ckptd.agent.read import loader, upload
 from ckptd.agent.read.upload import Upload
 from ckptd.agent.recover import conversions
@@ -59,7 +60,7 @@ def recover_through_buffers(socket: Path) -> tuple[str, int]:
         for target, name, value in (
             (upload, "StreamLane", SimulatedLane),
             (upload, "lock_pages", lambda *_: True),
-            (upload, "unlock_pages", lambda *_: None),
+            (lanes, "unlock_pages", lambda *_: None),
             (upload, "BUFFER", 256),
             (Upload, "goes_to", staticmethod(lambda device: True)),
             (loader, "copy_any", None),
