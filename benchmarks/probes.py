@@ -111,7 +111,7 @@ def memory(count: int, elements: int) -> dict[str, Pairs]:
     of = State(count, elements)
     with agent() as to:
         to.prepare(of.tensors)
-        time.sleep(1.5)
+        time.sleep(4)  # as long as a training trains before its first snapshot, at least
         first, *held = snapshots(of, to, False, of.copy)
         recovered = []
         for _ in range(CALLS):

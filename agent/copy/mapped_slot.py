@@ -25,7 +25,7 @@ import torch
 from ckptd.agent.copy.checked_copy import CheckedCopy, Targets
 from ckptd.agent.copy.fences import Transfer
 from ckptd.agent.copy.lanes import lock_pages, locks, unlocking
-from ckptd.agent.copy.mapping import MADV_POPULATE_WRITE, advise, map_segment
+from ckptd.agent.copy.mapping import MADV_POPULATE_WRITE, map_segment
 from ckptd.agent.plan.layout import Layout
 from ckptd.agent.state.dtypes import copyable, dtype_of
 from ckptd.agent.threads.flag import Flag
@@ -42,6 +42,7 @@ from ckptd.shared.formats.segment import (
 )
 from ckptd.shared.system.descriptor import Descriptor
 from ckptd.shared.system.failpoints import failpoint
+from ckptd.shared.system.huge_pages import advise
 
 log = logging.getLogger("ckptd.agent")
 

@@ -17,20 +17,9 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 from ckptd.shared.errors import IntegrityError
+from ckptd.shared.system import huge_pages
+from ckptd.shared.system.huge_pages import advise
 
-_libc = ctypes.CDLL(None, use_errno=True)
-_libc.mmap.restype = ctypes.c_void_p
-_libc.mmap.argtypes = [
-    ctypes.c_void_p,
-    ctypes.c_size_t,
-    ctypes.c_int,
-    ctypes.c_int,
-    ctypes.c_int,
-    ctypes.c_long,
-]
-_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
-_libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-_MAP_FAILED = ctypes.c_void_p(-1).value
 MADV_POPULATE_READ, MADV_POPULATE_WRITE = 22, 23  # from linux/mman.h, since Linux 5.14
 _forking = threading.RLock()
 """Held while a segment is mapped and while this process forks. A fork between `mmap`
@@ -59,13 +48,10 @@ def map_segment(
         raise IntegrityError("the segment has been cut short by another process")
     protection = mmap.PROT_READ | mmap.PROT_WRITE if writable else mmap.PROT_READ
     with _forking:
-        address = _libc.mmap(None, length, protection, mmap.MAP_SHARED, fd, 0)
-        if address == _MAP_FAILED:
-            raise _os_error()
-        if _libc.madvise(address, length, mmap.MADV_DONTFORK):
-            error = _os_error()
-            _libc.munmap(address, length)
-            raise error
+        address = huge_pages.map_file(fd, length, protection)
+        if error := advise(address, length, mmap.MADV_DONTFORK):
+            huge_pages.unmap(address, length)
+            raise OSError(error, os.strerror(error))
     array = (ctypes.c_ubyte * length).from_address(address)
     unlocks = [] if unlocks is None else unlocks
     unmap = weakref.finalize(array, _unmap, os.getpid(), address, length, unlocks)
@@ -110,7 +96,7 @@ def _unmap(owner: int, address: int, length: int, unlocks: list[Callable[[], obj
     def unmap() -> None:
         while unlocks:
             unlocks.pop()()
-        _libc.munmap(address, length)
+        huge_pages.unmap(address, length)
 
     if not unlocks:
         unmap()
@@ -119,19 +105,6 @@ def _unmap(owner: int, address: int, length: int, unlocks: list[Callable[[], obj
     # last error of each thread, which torch raises when that thread launches a kernel.
     with suppress(RuntimeError):  # the interpreter ends, and the kernel unmaps the memory
         _thread.start_new_thread(unmap, ())
-
-
-def advise(address: int, length: int, advice: int) -> int:
-    """Call madvise(2) with this advice for a range of memory, while other threads run.
-
-    Return 0 or the errno.
-    """
-    return ctypes.get_errno() if _libc.madvise(address, length, advice) else 0
-
-
-def _os_error() -> OSError:
-    number = ctypes.get_errno()
-    return OSError(number, os.strerror(number))
 
 
 os.register_at_fork(

@@ -45,7 +45,7 @@ from ckptd.shared.formats.segment import (
     write_header,
     write_root_mark,
 )
-from ckptd.shared.system import memory_limit
+from ckptd.shared.system import huge_pages, memory_limit
 from ckptd.shared.system.descriptor import Descriptor
 from ckptd.shared.system.failpoints import failpoint
 from ckptd.shared.system.fs import READ, FileSystem
@@ -381,6 +381,8 @@ class Slots:
             raise self._failure(error, size, directory) from None
         try:
             with near(node):
+                if directory.in_memory:
+                    huge_pages.take(fd, size)
                 self._fs.allocate(fd, size)
             if self.mark is not None:
                 # The mark is written before the header, so that a segment with a valid
