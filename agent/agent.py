@@ -527,6 +527,9 @@ class Agent:
                 if layout is None
                 else layout.plan.data_length + len(layout.document)
             )
+            # NumPy loads its generators now, which would take longer than the first snapshot.
+            values = len(values_document(captured, rng=True))
+            self._rng_room = max(self._rng_room, values - captured.encoded_bytes)
             room = (
                 planned
                 + captured.encoded_bytes

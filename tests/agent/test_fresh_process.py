@@ -93,6 +93,23 @@ def test_classes_of_the_main_script_are_found_by_its_next_run(
     assert run(script, loader, "load", daemon.home.root / "job").stdout == "loaded\n"
 
 
+FIRST_SNAPSHOT = """
+import contextlib, sys, numpy, torch
+from ckptd.agent import Agent
+
+with contextlib.closing(Agent("job", socket=sys.argv[1])) as agent:
+    agent.prepare({"w": torch.zeros(3)})
+    before = set(sys.modules)
+    agent.snapshot({"w": torch.zeros(3)}, step=1)
+    print(sorted(name for name in set(sys.modules) - before if "numpy" in name))
+"""
+
+
+def test_prepare_loads_the_generators_of_numpy_before_the_first_snapshot(daemon: Daemon) -> None:
+    command = [sys.executable, "-c", FIRST_SNAPSHOT, str(daemon.home.socket)]
+    assert subprocess.run(command, check=True, capture_output=True, text=True).stdout == "[]\n"
+
+
 MODULE = """
 import enum, torch
 
