@@ -35,6 +35,7 @@ from ckptd.daemon.chunks.base_slot import BaseSlot
 from ckptd.daemon.chunks.pipeline import Pipeline
 from ckptd.daemon.chunks.sealed_slot import SealedSlot
 from ckptd.shared.codecs.codec import Encoder, encoder
+from ckptd.shared.codecs.speeds import Speeds
 from ckptd.shared.formats.part_writer import PartWriter
 from ckptd.shared.formats.plan import DEFAULT_CHUNK, Region, chunk_ranges
 from ckptd.shared.formats.reuse import MOST_IN_CHAIN, ChunkCheck, StoredFile, StoredPart
@@ -109,11 +110,13 @@ async def save(
     pipeline: Pipeline,
     slot: SealedSlot,
     codec: Encoder,
+    speeds: Speeds,
     directory: Path | None,
     before: StoredPart | None = None,
     base: SealedSlot | None = None,
 ) -> tuple[float, float, StoredPart]:
-    """Write a part to a directory, or to the slow storage.
+    """Write a part to a directory, with the deltas that are durable as soon, or to the
+    slow storage, with those that make it smaller.
 
     Return the seconds from the checksums of the seal to the durable part, the share of
     newly written bytes in those of the state, and the part.
@@ -132,13 +135,18 @@ async def save(
     entry, part = await pipeline.write_part(
         slot,
         PartWriter(
-            Creator(create, head_last=True), os.urandom(16), codec, linker=_Linker(directory)
+            Creator(create, head_last=True),
+            os.urandom(16),
+            codec,
+            linker=_Linker(directory),
+            speeds=speeds,
         ),
         "step-00000001.a0001",
         known,
         before=before,
         base_slot=None if base is None else BaseSlot(base.fd, base.header),
         most_deltas=MOST_IN_CHAIN,
+        for_bytes=directory is None,
     )
     return time.perf_counter() - begun, entry.new_bytes / entry.raw_bytes, part
 
@@ -159,9 +167,10 @@ def compared(
     with sealed(states[0], 1) as base, sealed(states[1], 2) as slot:
         # Kept from save to save, as in the daemon.
         encoders = {"deltas": encoder("auto"), "whole": encoder("auto"), "raw": encoder("raw")}
+        speeds = Speeds(pipeline.writers // 2)
         for number in range(rounds + 1):  # the first round warms up
             for way, codec in encoders.items():
-                _, _, part = asyncio.run(save(pipeline, base, codec, directory))
+                _, _, part = asyncio.run(save(pipeline, base, codec, speeds, directory))
                 # What has not changed little is in a file of its own from the second save on.
                 for newer, older in ((slot, base), (base, slot))[: 2 if way == "deltas" else 1]:
                     if directory is not None:
@@ -169,7 +178,7 @@ def compared(
                     had = pipeline.chunks["delta"]
                     seconds, share, part = asyncio.run(
                         save(
-                            pipeline, newer, codec, directory, part,
+                            pipeline, newer, codec, speeds, directory, part,
                             older if way == "deltas" else None,
                         )
                     )  # fmt: skip
@@ -218,7 +227,7 @@ def of_saves(rounds: int) -> Iterator[Row]:
 def of_restores(rounds: int) -> Iterator[Row]:
     tuning = fine_tuning()
     states = [tuning[-2].weights, tuning[-1].weights]
-    with home() as place, running(place, "--keep-last", "0"):
+    with home() as place, running(place, "--keep-last", "0", "--deltas", "small"):
         agent = Agent(job="chain", socket=place.socket)
         for step in range(MOST_IN_CHAIN + 5):
             agent.snapshot({"model": states[step % 2]}, step=step, rng=False).wait("durable")

@@ -147,7 +147,7 @@ def main() -> None:
                     name=f"auto / better of raw and planes, {name}",
                     value=auto / best,
                     unit="x",
-                    limit=1.10,
+                    limit=1.05,
                     beside=beside,
                 )
             )

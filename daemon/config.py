@@ -148,8 +148,8 @@ class Config:
     """
     deltas: str = "auto"
     """Storage of tensors that change little: `auto` stores chunks as deltas of the
-    checkpoint before where that pays, `off` stores all chunks whole. Needs
-    link_unchanged.
+    checkpoint before where they are durable sooner then, `small` where they become
+    smaller, `off` stores all chunks whole. Needs link_unchanged.
     """
     foreign_memory: str = "refuse"
     """The treatment of snapshots in memory that were saved for another root than this
@@ -260,7 +260,9 @@ class Config:
             "debug, info, warning or error",
         )
         _require(self.log_format in ("text", "json"), "log_format", self.log_format, "text or json")
-        _require(self.deltas in ("auto", "off"), "deltas", self.deltas, "auto or off")
+        _require(
+            self.deltas in ("auto", "small", "off"), "deltas", self.deltas, "auto, small or off"
+        )
         _require(
             self.foreign_memory in FOREIGN_MEMORY_CHOICES,
             "foreign_memory",

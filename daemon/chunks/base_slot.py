@@ -9,23 +9,28 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from ckptd.daemon.chunks.sealed_slot import SealedSlot
 from ckptd.shared.codecs.delta import Delta
-from ckptd.shared.codecs.planes import Planes
 from ckptd.shared.errors import IntegrityError
 from ckptd.shared.formats.plan import ChunkRange
 from ckptd.shared.formats.segment import SegmentHeader, read_data
 
 _SAMPLES, _SAMPLE = 4, 1 << 13
 """The number of samples that show how a chunk shrinks, and the bytes of each."""
-_WORTH = 0.9
-"""A chunk is worth a delta if that takes less than this share of what `planes` leaves of
-the chunk. A restore reads both the delta and its base.
-"""
-_LEAST_SAVED = 1 << 13
-"""The least bytes that a delta must save. Stored chunks are padded to 4096 bytes."""
-_delta, _planes = Delta(), Planes()
+_delta = Delta()
+
+
+class Foreseen(NamedTuple):
+    """The delta that a chunk is likely to get.
+
+    share: its stored bytes, as a fraction of those of the chunk. listed: the share of the
+    words that it lists.
+    """
+
+    share: float
+    listed: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,12 +56,12 @@ class BaseSlot:
         except (IntegrityError, OSError):
             return False
 
-    def share(self, slot: SealedSlot, chunk: ChunkRange) -> float | None:
-        """Return the share of its bytes that a chunk of `slot` is likely to take as a
-        delta, or None if it is not worth one. Samples from all over the chunk decide.
+    def foreseen(self, slot: SealedSlot, chunk: ChunkRange) -> Foreseen | None:
+        """Return the delta that a chunk of `slot` is likely to get, by samples from all
+        over the chunk, or None if it would be as long as the chunk.
 
-        The base is not verified, so that the share of a slot that has been filled again
-        means nothing.
+        The base is not verified, so that the result means nothing for a slot that has
+        been filled again.
         """
         newer, older = bytearray(), bytearray()
         try:
@@ -74,10 +79,7 @@ class BaseSlot:
         delta = _delta.encode(memoryview(newer), memoryview(older), size, room)
         if delta is None:
             return None
-        planes = _planes.encode(memoryview(newer), size, room) or len(newer)
-        if delta >= _WORTH * planes or (planes - delta) * chunk.length < _LEAST_SAVED * len(newer):
-            return None
-        return delta / len(newer)
+        return Foreseen(delta / len(newer), _delta.listed(room, len(newer), size))
 
 
 def _samples(chunk: ChunkRange) -> Iterator[tuple[int, int]]:

@@ -112,8 +112,9 @@ if TYPE_CHECKING:
 )
 @click.option(
     "--deltas",
-    shell_complete=complete_word("auto", "off"),
-    help="How to store tensors that change little: auto for deltas where they pay, or off. "
+    shell_complete=complete_word("auto", "small", "off"),
+    help="How to store tensors that change little: auto for deltas where they take no more time, "
+    "small where they take less room, or off. "
     "Default: auto.",
 )
 @click.option(

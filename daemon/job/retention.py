@@ -21,6 +21,7 @@ from ckptd.shared.retention import (
     Limit,
     MaxAge,
     Policy,
+    PreserveAll,
     brief,
     excess,
     keepers,
@@ -161,6 +162,17 @@ def obstacle(
     return "; ".join(
         f"BestN({policy.metric!r}, {policy.n}) cannot choose: {why}"
         for policy, why in found.items()
+    )
+
+
+def keeps_all(count: int, policies: Sequence[Policy]) -> bool:
+    """Return True if policies surely delete none of so many checkpoints.
+
+    They may delete none although the result is False.
+    """
+    return not any(isinstance(policy, Limit) for policy in policies) and any(
+        isinstance(policy, PreserveAll) or (isinstance(policy, LatestN) and policy.n >= count)
+        for policy in policies
     )
 
 

@@ -20,6 +20,7 @@ from ckptd.daemon.chunks.governor import Governor
 from ckptd.daemon.chunks.sealed_slot import SealedSlot
 from ckptd.daemon.config import Config
 from ckptd.daemon.job.catalog import LastPart
+from ckptd.daemon.job.retention import keeps_all, policies_of
 from ckptd.daemon.job.snapshot import RankSeal, Snapshot
 from ckptd.daemon.journal import records as r
 from ckptd.daemon.memory.slots import Slots
@@ -28,11 +29,13 @@ from ckptd.daemon.saving.destination import Destination
 from ckptd.daemon.tasks import all_of
 from ckptd.shared import names
 from ckptd.shared.codecs import codec
+from ckptd.shared.codecs.speeds import Speeds
 from ckptd.shared.errors import CkptdError, IntegrityError
 from ckptd.shared.formats.manifest import PartEntry
 from ckptd.shared.formats.part_writer import PartWriter
 from ckptd.shared.formats.reuse import ChunkCheck, StoredPart, most_deltas
 from ckptd.shared.formats.snapshot_request import SnapshotRequest
+from ckptd.shared.retention import understood
 from ckptd.shared.system.failpoints import failpoint
 from ckptd.shared.system.fs import NO_ROOM
 
@@ -59,6 +62,8 @@ class PartSaver:
         self._repository = destination.repository
         self._pipeline = destination.pipeline
         self._encoder = codec.encoder(config.codec)
+        # There are twice as many threads that encode as cores.
+        self._speeds = Speeds(max(1, destination.pipeline.writers // 2))
         self._destination, self._governor = destination, governor
         # The jobs whose log says why there are no deltas.
         self._without_bases = set[str]()
@@ -134,7 +139,7 @@ class PartSaver:
         """
         with ExitStack() as held:
             found = None
-            wanted = self._config.deltas == "auto" and self._config.codec != "raw"
+            wanted = self._config.deltas != "off" and self._config.codec != "raw"
             if wanted and before is not None:
                 with suppress(CkptdError):
                     slot = self._slots.get(before.segment)
@@ -157,12 +162,15 @@ class PartSaver:
         A node without rank 0 does not learn which checkpoints retention has deleted, and
         goes by the setting.
         """
-        job = self._destination.catalog.job(snapshot.job)
+        job, own = self._destination.catalog.job(snapshot.job), request.retention
         # With a stage, nearly all are in the root, where retention may be one behind.
         kept = len(job.durable_checkpoints()) - bool(job.in_root)
         if snapshot.node is not None and not snapshot.node.leads:
-            kept = 0 if request.retention else min(kept, self._config.keep_last or kept)
-        return most_deltas(kept)
+            kept = 0 if own else min(kept, self._config.keep_last or kept)
+        policies = (
+            understood(own) if own else policies_of(job.live_checkpoints(), self._config.retention)
+        )
+        return most_deltas(kept if keeps_all(kept + 1, policies) else kept - 1)
 
     async def _write_part(
         self,
@@ -216,6 +224,7 @@ class PartSaver:
                     self._encoder,
                     self._config.spread,
                     linker,
+                    self._speeds,
                 )
                 governor = self._governor(snapshot.job)
                 at_once = (
@@ -234,6 +243,7 @@ class PartSaver:
                     with_digests=self._config.link_unchanged and (last is None or last.steady),
                     base_slot=base_slot if most else None,
                     most_deltas=most,
+                    for_bytes=self._config.deltas == "small",
                 )
             except OSError as error:
                 full = alone and error.errno in NO_ROOM

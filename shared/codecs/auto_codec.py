@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from ckptd.shared.codecs.planes import Planes
+from ckptd.shared.codecs.speeds import WEIGHT, ByteTime
 
 _MARGIN = 1.5
 """The least ratio of the time of a write to that of encoding, which also takes a core
@@ -26,37 +27,15 @@ _MARGIN_ALONE = 8.0
 """The least ratio while no write is under way. The storage then waits, and a chunk that
 becomes a sixth smaller must make up for that.
 """
-_FORGET = 0.99
-"""The factor by which the remembered time of encoding shrinks with each chunk that is
-not encoded, so that it is measured again.
-"""
-_SMALL_SHARE = 0.25
-"""The greatest share of its bytes with which a delta is stored at any speed of the
-storage. Writing it and making it then hardly take longer than writing the chunk.
+_FORGET = 0.995
+"""The factor by which the remembered time of encoding counts less with each chunk that
+is not encoded, so that it is measured again: after 220 chunks where encoding takes three
+times as long as it may.
 """
 _LEAST_WRITE = 1 << 18
 """The least bytes of a write that is measured. The time of a shorter one says little
 about the speed of the storage.
 """
-_WEIGHT = 0.25
-"""The weight of the newest measurement in a moving average. The last ten count for
-nearly all.
-"""
-
-
-class _Pace:
-    """A moving average of the seconds that a byte takes; 0.0 before the first
-    measurement.
-    """
-
-    def __init__(self) -> None:
-        self.seconds_per_byte = 0.0
-
-    def add(self, seconds: float, nbytes: int) -> None:
-        newest = seconds / max(nbytes, 1)
-        self.seconds_per_byte += (newest - self.seconds_per_byte) * (
-            _WEIGHT if self.seconds_per_byte else 1.0
-        )
 
 
 class Auto:
@@ -72,8 +51,10 @@ class Auto:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._planes, self._clock = Planes(), clock
         self._writes = 0
-        self._writing = _Pace()
-        self._encoding = _Pace()
+        self._writing = ByteTime()
+        self._encoding = ByteTime()
+        # How much of the time of encoding counts, as long as it is not measured again.
+        self._remembered = 1.0
         self._lock = threading.Lock()
 
     @classmethod
@@ -85,20 +66,17 @@ class Auto:
             margin = _MARGIN if self._writes else _MARGIN_ALONE
             if (
                 not self._writing.seconds_per_byte
-                or self._writing.seconds_per_byte < margin * self._encoding.seconds_per_byte
+                or self._writing.seconds_per_byte
+                < margin * self._remembered * self._encoding.seconds_per_byte
             ):
-                self._encoding.seconds_per_byte *= _FORGET
+                self._remembered *= _FORGET
                 return None
+            forgotten, self._remembered = 1.0 - self._remembered, 1.0
         begun = self._clock()
         length = self._planes.encode(raw, element_size, stored)
         with self._lock:
-            self._encoding.add(self._clock() - begun, raw.nbytes)
+            self._encoding.add(self._clock() - begun, raw.nbytes, max(WEIGHT, forgotten))
         return length
-
-    def pays(self, share: float) -> bool:
-        with self._lock:
-            saved = (1 - share) * self._writing.seconds_per_byte
-            return share <= _SMALL_SHARE or saved > _MARGIN * self._encoding.seconds_per_byte > 0
 
     @contextmanager
     def writing(self, nbytes: int) -> Iterator[None]:

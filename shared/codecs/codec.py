@@ -40,11 +40,6 @@ class Encoder(Protocol):
         the result is None. `element_size` is in bytes.
         """
 
-    def pays(self, share: float) -> bool:
-        """Return True if a chunk should be stored as a delta that has about this share
-        of its bytes, at the present speed of the storage.
-        """
-
     def writing(self, nbytes: int) -> AbstractContextManager[None]:
         """Context manager.
 
@@ -71,9 +66,6 @@ class Raw:
 
     def encode(self, raw: memoryview, element_size: int, stored: memoryview) -> None:
         return None
-
-    def pays(self, share: float) -> bool:
-        return False
 
     def writing(self, nbytes: int) -> AbstractContextManager[None]:
         return nullcontext()
@@ -117,9 +109,6 @@ class Zstd:
             return None
         stored[: len(frame)] = frame
         return len(frame)
-
-    def pays(self, share: float) -> bool:
-        return True
 
     def writing(self, nbytes: int) -> AbstractContextManager[None]:
         return nullcontext()

@@ -82,6 +82,14 @@ class Delta:
         _HEAD.pack_into(stored, 0, listed, codec, taken, len(gaps))
         return start + length
 
+    @staticmethod
+    def listed(stored: memoryview, nbytes: int, element_size: int) -> float:
+        """Return the share of the words of a chunk of `nbytes` that a delta lists, which
+        `encode` has written.
+        """
+        listed: int = _HEAD.unpack_from(stored)[0]
+        return listed * word_size(element_size) / nbytes
+
     def apply(self, deltas: Iterable[memoryview], raw: memoryview, element_size: int) -> None:
         """Add the differences of a chain to `raw`, which has the bytes of the whole base
         and then those of the chunk. The order of the deltas does not matter.

@@ -145,9 +145,6 @@ class Planes:
             start += len(body)
         return start
 
-    def pays(self, share: float) -> bool:
-        return True
-
     def writing(self, nbytes: int) -> AbstractContextManager[None]:
         return nullcontext()
 

@@ -11,6 +11,7 @@ import hashlib
 import math
 import threading
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import msgspec
@@ -19,6 +20,7 @@ from crc32c import crc32c
 from ckptd.shared import names
 from ckptd.shared.codecs.codec import RAW, Encoder
 from ckptd.shared.codecs.delta import DELTA, Delta
+from ckptd.shared.codecs.speeds import MOST_IN_VAIN, Speeds, Spent
 from ckptd.shared.errors import InvalidConfig
 from ckptd.shared.formats.binary import ALIGN, align
 from ckptd.shared.formats.manifest import PartEntry
@@ -134,14 +136,15 @@ class PartWriter:
     first, all chunks go to data files, and the part file, whose header depends on them,
     is created last. A data file that is full is finished as soon as its last chunk is
     written, to keep the number of open files small. `linker` links files of older
-    parts; without one, all chunks are stored.
+    parts; without one, all chunks are stored. `speeds` learns how fast chunks are encoded
+    and written.
 
     Every method except `discard` raises OSError if a file cannot be created, written or
     synced.
 
     ranges: the chunks that are to be written. needed: the room for them in bytes.
     offers: the bases of those that may be stored as deltas, by their offsets in the
-    packed slot.
+    packed slot. in_vain: the offsets of those whose deltas were made in vain.
     """
 
     def __init__(
@@ -151,6 +154,7 @@ class PartWriter:
         encoder: Encoder,
         spread: Spread = ONE_FILE,
         linker: Linker | None = None,
+        speeds: Speeds | None = None,
     ) -> None:
         self._creator = creator
         self._nonce = nonce
@@ -162,6 +166,10 @@ class PartWriter:
         self._files: list[_File] = []
         self.ranges, self.needed = list[ChunkRange](), 0
         self.offers: dict[int, BaseOffer] = {}
+        self.speeds = speeds or Speeds()
+        self.in_vain = set[int]()
+        # The time that deltas have taken in vain, and the most that they may take.
+        self._lost, self._most_lost = 0.0, math.inf
         # The chunks that have changed, and those that are stored apart.
         self._groups = _Group(), _Group()
         # The linked chunks, and the number of the file of each other chunk, by their
@@ -189,6 +197,10 @@ class PartWriter:
             for offset, offer in reuse.offers.items()
         }
         self.ranges = [chunk for chunk in ranges if chunk.offset not in self._unchanged]
+        whole = self.speeds.whole_seconds(
+            sum(chunk.length for chunk in self.ranges), sum(map(self._whole, self.ranges))
+        )
+        self._most_lost = MOST_IN_VAIN * whole or math.inf
         links = len(reuse.files)
         bases = sum(
             chunk.length_of_chain
@@ -212,6 +224,11 @@ class PartWriter:
                     else end_bound(len(ranges), documents, links, bases)
                 )
                 self._add(group, align(-(-group.left // count)), end)
+
+    def _whole(self, chunk: ChunkRange) -> float:
+        """Return the bytes in which a chunk is expected to be stored whole."""
+        offer = self.offers.get(chunk.offset)
+        return chunk.length * (1.0 if offer is None else offer.base.whole_share)
 
     def _room(self, chunk: ChunkRange) -> int:
         """Return the room to allocate for a chunk: its own length, or twice what it is
@@ -285,18 +302,13 @@ class PartWriter:
     def _name(self, number: int) -> str:
         return names.part_file(self._index.rank, self._nonce, number)
 
-    def pays(self, share: float) -> bool:
-        """Return True if a delta with this share of the bytes of its chunk pays at the
-        present speed of the storage.
-        """
-        return self._encoder.pays(share)
-
     def base_of(self, chunk: ChunkRange) -> Chunk | None:
         """Return the entry of the base that a chunk may be stored as a delta of, or None
-        if there is none.
+        if there is none, or if too many deltas of this part were made in vain.
         """
         offer = self.offers.get(chunk.offset)
-        return None if offer is None else offer.base.entry
+        with self._lock:
+            return None if offer is None or self._lost > self._most_lost else offer.base.entry
 
     def chunk(self, chunk: ChunkRange, raw: memoryview, stored: memoryview, crc: int) -> Chunk:
         """Encode and write one chunk, and return its index entry.
@@ -307,25 +319,45 @@ class PartWriter:
         the encoded form. Both buffers must be page-aligned and have room for
         `align(chunk.length)` bytes. Their content is undefined afterwards.
         """
-        encoded = self._encoder.encode(
-            raw[: chunk.length], chunk.element_size, stored[: chunk.length]
-        )
+        with self.speeds.encoding() as spent:
+            encoded = self._encoder.encode(
+                raw[: chunk.length], chunk.element_size, stored[: chunk.length]
+            )
+        self.speeds.add_whole(spent, chunk.length, shrunk=encoded is not None)
         if encoded is None:
             return self._write(chunk, raw, chunk.length, RAW, crc)
         return self._write(chunk, stored, encoded, self._encoder.number, crc)
 
-    def delta(self, chunk: ChunkRange, raw: memoryview, base: memoryview, crc: int) -> Chunk | None:
-        """Write one chunk as a delta, and return its index entry, or None if the delta
-        is not as small as it was expected to be.
+    def delta(
+        self,
+        chunk: ChunkRange,
+        raw: memoryview,
+        base: memoryview,
+        crc: int,
+        read: Callable[[], bool] = lambda: True,
+    ) -> Chunk | None:
+        """Write one chunk as a delta, and return its index entry, or None if there is no
+        base, or if the delta is not as small as it was expected to be.
 
-        `base` begins with the bytes of the base that `base_of` has named. All else is
-        as with `chunk`.
+        The first bytes of `base` are those of the base that `base_of` has named, once
+        `read` has returned True. All else is as with `chunk`.
         """
-        whole, share = raw[: chunk.length], self.offers[chunk.offset].share
-        encoded = self._delta.encode(whole, base[: chunk.length], chunk.element_size, whole)
-        if encoded is None or encoded > _MOST_LONGER * share * chunk.length + ALIGN:
+        whole, size = raw[: chunk.length], chunk.element_size
+        most = _MOST_LONGER * self.offers[chunk.offset].share * chunk.length + ALIGN
+        with self.speeds.encoding() as spent:
+            encoded = (
+                self._delta.encode(whole, base[: chunk.length], size, whole) if read() else None
+            )
+        if encoded is None or encoded > most:
+            self._made_in_vain(chunk, spent)
             return None
+        self.speeds.add_delta(spent, chunk.length, self._delta.listed(whole, chunk.length, size))
         return self._write(chunk, raw, encoded, DELTA, crc)
+
+    def _made_in_vain(self, chunk: ChunkRange, spent: Spent) -> None:
+        with self._lock:
+            self.in_vain.add(chunk.offset)
+            self._lost += spent.seconds
 
     def _write(
         self, chunk: ChunkRange, buffer: memoryview, length: int, number: int, crc: int
@@ -337,7 +369,7 @@ class PartWriter:
         if failpoint("persist.writing"):
             file.sink.append(buffer[: padded // 2 // ALIGN * ALIGN])
             raise OSError(errno.EIO, "short write")
-        with self._encoder.writing(padded):
+        with self._encoder.writing(padded), self.speeds.writing(padded):
             offset = file.sink.append(buffer[:padded])
         self._done_with(file)
         stored_crc = crc if number == RAW else crc32c(buffer[:length])

@@ -30,10 +30,13 @@ MOST_BASES = 1 << 19
 reader refuses an index of more than 256 MiB. Small chunks would have more bases than
 that after some saves.
 """
-_MOST_BYTES = 0.5
+MOST_SHARE, MOST_SHARE_FOR_BYTES = 0.25, 0.5
 """The most bytes of all deltas of a chain, as a share of those of its whole chunk. So a
-restore reads at most one and a half times as much as without deltas.
+restore reads at most a quarter more than without deltas, and at most half more where the
+user wants small checkpoints at any price.
 """
+_LEAST_SAVED = 1 << 13
+"""The least bytes that a delta must save. Stored chunks are padded to 4096 bytes."""
 _STEADY = 64
 """Unchanged chunks count if at least one byte in so many is theirs. Otherwise they are
 written again with the others.
@@ -90,6 +93,12 @@ class StoredChunk(NamedTuple):
         while link is not None:
             yield link
             link = link.base
+
+    @property
+    def whole_share(self) -> float:
+        """The stored bytes of the whole chunk of the chain, as a fraction of its raw bytes."""
+        *_, whole = self.chain()
+        return whole.entry.stored_length / max(1, whole.entry.raw_length)
 
     @property
     def length_of_chain(self) -> int:
@@ -226,6 +235,7 @@ def choose(
     checks: Sequence[ChunkCheck] | None,
     shares: Mapping[int, float] | None = None,
     most_deltas: int = MOST_IN_CHAIN,
+    most_share: float = MOST_SHARE_FOR_BYTES,
 ) -> Reuse:
     """Return the chunks of `before` that a part with the chunks `ranges` need not
     store, and those that may be bases of its deltas.
@@ -233,7 +243,8 @@ def choose(
     `checks` has the checksum of each chunk, or is None if no chunk is expected to be
     unchanged. `shares` has the expected length of the delta of each chunk that is worth
     one and `may_have_delta`, as a fraction of that of the chunk, by the number of the
-    chunk. A chain gets at most `most_deltas` deltas.
+    chunk. A chain gets at most `most_deltas` deltas, whose bytes are at most `most_share`
+    of those of its whole chunk.
 
     A file is worth a link if the new part needs at least half of its bytes: the file
     takes its room for as long as it is linked.
@@ -254,7 +265,7 @@ def choose(
             for number, share in shares.items()
             if number in places
             and ranges[number].offset not in same
-            and _may_extend(before.chunks[places[number]], share, most_deltas)
+            and _may_extend(before.chunks[places[number]], share, most_deltas, most_share)
         },
         MOST_BASES - sum(chunk.length_of_chain - 1 for chunk in same.values()),
     )
@@ -272,31 +283,34 @@ def choose(
     return replace(found, apart=apart if _counts(apart, ranges) else frozenset())
 
 
-def most_deltas(checkpoints: int) -> int:
-    """Return the most deltas that a chain may get in a job with so many checkpoints.
+def most_deltas(left: int) -> int:
+    """Return the most deltas that a chain may get, if so many older checkpoints of the
+    job are left once retention has deleted others for the new checkpoint.
 
     The checkpoints of a chain share files, so that damage to one file may damage all of
-    them. At least one checkpoint outside the chain is left, also after retention has
-    deleted one for the new checkpoint.
+    them. At least one checkpoint outside the chain is left.
     """
-    return max(0, min(MOST_IN_CHAIN, checkpoints - 2))
+    return max(0, min(MOST_IN_CHAIN, left - 1))
 
 
-def may_have_delta(chunk: StoredChunk, share: float) -> bool:
+def may_have_delta(
+    chunk: StoredChunk, share: float, most_share: float = MOST_SHARE_FOR_BYTES
+) -> bool:
     """Return True if a chain may consist of the whole chunk at the end of this one and
-    a delta with this share of its bytes.
+    a delta with this share of its bytes, and if the delta is clearly smaller.
     """
     *_, whole = chunk.chain()
-    return share * chunk.entry.raw_length <= _MOST_BYTES * whole.entry.stored_length
+    stored, delta = whole.entry.stored_length, share * chunk.entry.raw_length
+    return delta <= most_share * stored and stored - delta >= _LEAST_SAVED
 
 
-def _may_extend(chunk: StoredChunk, share: float, most: int) -> bool:
+def _may_extend(chunk: StoredChunk, share: float, most: int, most_share: float) -> bool:
     """Return True if the chain of a chunk may get one more delta, with this share of
     its bytes.
     """
     *deltas, whole = chunk.chain()
     stored = sum(link.entry.stored_length for link in deltas) + share * chunk.entry.raw_length
-    return len(deltas) < most and stored <= _MOST_BYTES * whole.entry.stored_length
+    return len(deltas) < most and stored <= most_share * whole.entry.stored_length
 
 
 def _shortest(offers: Mapping[int, BaseOffer], room: int) -> dict[int, BaseOffer]:

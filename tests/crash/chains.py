@@ -266,6 +266,7 @@ class Job:
             "CKPTD_LINK_UNCHANGED": str(chance.random() < 0.95).lower(),
             "CKPTD_MAKE_ROOM": str(chance.random() < 0.3).lower(),
             "CKPTD_SLOTS": str(chance.choice((2, 2, 3))),
+            "CKPTD_DELTAS": "small",
             "CKPTD_STALL_BUDGET": "1",
             "CKPTD_MEMORY_TTL": "1",
         }

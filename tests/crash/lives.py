@@ -46,7 +46,10 @@ from tests.support.seen_chains import chained
 
 SIZE = 4000
 STEPS = 4
-OPTIONS = ("--keep-last", "6", "--codec", "zstd:1", "--threads", "1", "--files-per-rank", "2")
+OPTIONS = (
+    "--keep-last", "6", "--codec", "zstd:1", "--threads", "1", "--files-per-rank", "2",
+    "--deltas", "small",
+)  # fmt: skip
 BUDGET = {"CKPTD_STALL_BUDGET": "1"}
 ANY = "any moment"
 SECONDS = 60.0

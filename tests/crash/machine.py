@@ -50,7 +50,9 @@ from tests.support.seen_chains import CHAINS, chained
 SIZE = 4000
 KEEP = 5
 """Chains of several deltas need more than three checkpoints."""
-OPTIONS = ("--keep-last", str(KEEP), "--codec", "zstd:1", "--threads", "1")
+OPTIONS = (
+    "--keep-last", str(KEEP), "--codec", "zstd:1", "--threads", "1", "--deltas", "small",
+)  # fmt: skip
 SECONDS = 120.0
 
 F = TypeVar("F", bound=Callable[..., None])

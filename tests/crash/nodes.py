@@ -313,7 +313,10 @@ def start(node: Node, place: Nodes, failpoints: str = "", *, wait: bool = True) 
         if isinstance(place.root, Url)
         else partial(make_calls_wait, cut_flag(node), Path(str(place.root)), STORAGE_CALLS)
     )
-    node.start("--keep-last", "6", failpoints=failpoints, first=partial(_wait_less, cut), wait=wait)
+    node.start(
+        "--keep-last", "6", "--deltas", "small",
+        failpoints=failpoints, first=partial(_wait_less, cut), wait=wait,
+    )  # fmt: skip
 
 
 def _wait_less(first: Callable[[], None] | None) -> None:

@@ -59,6 +59,7 @@ def config(place: Path, shm: Path, files_per_rank: int = 1) -> Config:
         root=place / "root", state_dir=place / "state", socket=place / "s", shm_dir=shm,
         shm_quota=1 << 30, codec="auto", keep_last=KEEP, threads=1, memory_ttl=0.0,
         stall_budget=0.5, chunk_size=64 << 10, strict_journal=True, files_per_rank=files_per_rank,
+        deltas="small",
     )  # fmt: skip
 
 

@@ -113,7 +113,7 @@ SAMPLES: dict[str, tuple[str, str, Any]] = {
     "files_per_rank": ("4", "4", 4),
     "bytes_per_file": ('"4G"', "4G", 4 * 10**9),
     "link_unchanged": ("false", "0", False),
-    "deltas": ('"off"', "off", "off"),
+    "deltas": ('"small"', "small", "small"),
     "foreign_memory": ('"drop"', "drop", "drop"),
     "max_connections": ("5", "5", 5),
     "strict_journal": ("true", "true", True),

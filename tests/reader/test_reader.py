@@ -122,7 +122,7 @@ def test_fresh_checkpoints_with_deltas(place: Home) -> None:
         "singles": torch.randn(count // 8, 8, generator=chance),
     }
     saved: list[tuple[int, Path, dict[str, Any]]] = []
-    with running(place, "--codec", "planes", forked=True) as daemon:
+    with running(place, "--codec", "planes", "--deltas", "small", forked=True) as daemon:
         agent = Agent("job", socket=daemon.home.socket)
         for step in range(12):
             agent.snapshot(state, step=step, rng=False).wait("durable", timeout=60)

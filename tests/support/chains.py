@@ -12,11 +12,11 @@ from ckptd.agent import Agent
 from tests.support.daemons import Home, running
 
 STEPS = (1, 2, 3, 4, 5, 6)
-CHAINS = (0, 0, 0, 1, 2, 3)
-"""The steps of a job, and the lengths of their chains: a chain begins once there are two
-checkpoints outside it.
+CHAINS = (0, 0, 1, 2, 3, 4)
+"""The steps of a job, and the lengths of their chains: a chain begins once there is a
+checkpoint outside it.
 """
-OPTIONS = ("--codec", "planes", "--keep-last", "0")
+OPTIONS = ("--codec", "planes", "--keep-last", "0", "--deltas", "small")
 SMALL_CHUNKS = {"CKPTD_CHUNK_SIZE": str(1 << 16)}
 """The options and the environment of a daemon that stores as deltas whatever gets
 smaller by that.

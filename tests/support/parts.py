@@ -10,6 +10,7 @@ from collections.abc import Collection
 from crc32c import crc32c
 
 from ckptd.shared.codecs import codec
+from ckptd.shared.codecs.speeds import Speeds
 from ckptd.shared.formats.manifest import PartEntry
 from ckptd.shared.formats.part import Chunk, PartIndex, PartReader
 from ckptd.shared.formats.part_writer import PartWriter, Spread
@@ -65,6 +66,7 @@ class Parts:
     def __init__(self, repository: Repository) -> None:
         self.repository = repository
         self.before: StoredPart | None = None
+        self.speeds = Speeds()
         self.entries: dict[int, PartEntry] = {}
         self.slots: dict[int, bytearray] = {}
 
@@ -99,6 +101,7 @@ class Parts:
             codec.encoder(codec_name),
             Spread(files, most),
             self.repository.linker(*place),
+            self.speeds,
         )
         self.writer = writer
         writer.create(index, RANGES, len(index.plan) + len(index.request), reuse)

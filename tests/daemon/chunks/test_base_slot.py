@@ -6,7 +6,6 @@ import os
 from collections.abc import Iterator
 from contextlib import ExitStack
 
-import msgspec
 import numpy as np
 import pytest
 from crc32c import crc32c
@@ -56,7 +55,7 @@ def test_a_base_that_is_cut_short_is_none(slots: tuple[SealedSlot, BaseSlot]) ->
     slot, base = slots
     os.ftruncate(base.fd, HEADER.data_offset + slot.ranges[LARGE].offset + 5)
     assert not base.read(slot.ranges[LARGE], memoryview(bytearray(MIN_CHUNK)), 0)
-    assert base.share(slot, slot.ranges[LARGE]) is None
+    assert base.foreseen(slot, slot.ranges[LARGE]) is None
 
 
 @pytest.mark.parametrize(
@@ -70,30 +69,16 @@ def test_the_share_of_a_delta_is_foreseen(
     write(base.fd, slot, LARGE, words.tobytes())
     words[np.random.default_rng(2).random(len(words)) < changed] += 1
     write(slot.fd, slot, LARGE, words.tobytes())
-    share = base.share(slot, slot.ranges[LARGE])
-    assert share is not None
-    assert least <= share <= most
+    found = base.foreseen(slot, slot.ranges[LARGE])
+    assert found is not None
+    assert least <= found.share <= most
+    assert found.listed == pytest.approx(changed, abs=0.02)
 
 
-def test_a_chunk_that_is_as_small_by_itself_is_worth_no_delta(
+def test_a_delta_that_would_be_as_long_as_its_chunk_is_not_foreseen(
     slots: tuple[SealedSlot, BaseSlot],
 ) -> None:
     slot, base = slots
-    for older, newer in (
-        (noise(1), noise(2)),  # nothing alike
-        (noise(1), bytes(MIN_CHUNK)),  # `planes` needs nothing
-        (bytes(MIN_CHUNK), bytes(MIN_CHUNK)),
-    ):
-        write(base.fd, slot, LARGE, older)
-        write(slot.fd, slot, LARGE, newer)
-        assert base.share(slot, slot.ranges[LARGE]) is None
-
-
-def test_a_small_chunk_is_worth_no_delta(slots: tuple[SealedSlot, BaseSlot]) -> None:
-    """The delta would save less than the padding of a file takes."""
-    slot, base = slots
-    for number in (0, len(slot.ranges) - 1):
-        chunk = msgspec.structs.replace(
-            slot.ranges[number], length=min(slot.ranges[number].length, 64)
-        )
-        assert base.share(slot, chunk) is None
+    write(base.fd, slot, LARGE, noise(1))
+    write(slot.fd, slot, LARGE, noise(2))
+    assert base.foreseen(slot, slot.ranges[LARGE]) is None

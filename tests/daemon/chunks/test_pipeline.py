@@ -17,7 +17,7 @@ import pytest
 
 from ckptd.daemon.chunks import base_slot
 from ckptd.daemon.chunks.base_slot import BaseSlot
-from ckptd.daemon.chunks.pipeline import Pipeline
+from ckptd.daemon.chunks.pipeline import Pipeline, first_and_rest
 from ckptd.daemon.chunks.sealed_slot import SealedSlot
 from ckptd.shared.codecs import codec
 from ckptd.shared.codecs.codec import RAW
@@ -204,11 +204,25 @@ def test_a_chunk_that_its_samples_take_for_a_short_delta_is_stored_whole(
         for offset, length in base_slot._samples(chunk):
             at = HEADER.data_offset + offset
             os.pwrite(fd, os.pread(older, length, at), at)
-        assert base.share(slot, chunk) == base.share(slot, slot.ranges[2])
+        assert base.foreseen(slot, chunk) == base.foreseen(slot, slot.ranges[2])
         entry, _ = asyncio.run(save(slot, TAG, before, base))
     with closing(repository.open_part("gpt", TAG, entry.file, entry.index_sha256)) as reader:
         assert [found.codec for found in reader.index.chunks[2:4]] == [DELTA, RAW]
         assert verify(reader) == entry.raw_bytes
+
+
+@pytest.mark.parametrize(
+    ("chunks", "sampled"), [(0, 0), (1, 1), (7, 7), (8, 4), (20, 4), (40, 5), (160, 20)]
+)
+def test_few_chunks_are_sampled_before_the_rest(chunks: int, sampled: int) -> None:
+    """The chunks that are sampled first are from all over the part, and others each time."""
+    numbers, seen = list(range(chunks)), set[int]()
+    for turn in range(8):
+        first, rest = first_and_rest(numbers, turn)
+        assert sorted(first + rest) == numbers
+        assert len(first) == sampled
+        seen |= set(first)
+    assert seen == set(numbers)
 
 
 def test_every_chunk_has_a_result_or_nothing_is_written(

@@ -21,6 +21,7 @@ from ckptd.shared.retention import (
     PreserveAll,
 )
 from tests.shared.samples import steady
+from tests.support.cases import each_case
 
 
 def to_retire(checkpoints: list[StoredCheckpoint], keep_last: int) -> list[StoredCheckpoint]:
@@ -269,3 +270,21 @@ def test_user_tags_the_newest_and_unpassed_steps_are_never_deleted(
         )
     again = [c for c in checkpoints if c not in gone]
     assert to_retire(again, keep) == []  # a second run deletes nothing more
+
+
+@each_case(
+    ("policies", "keeps"),
+    [
+        ([PreserveAll()], True),
+        ([LatestN(3)], True),
+        ([LatestN(2)], False),
+        ([LatestN(2), EveryNSteps(10)], False),
+        ([LatestN(3), MaxAge("3d")], False),
+        ([PreserveAll(), MaxBytes("3GB")], False),
+        ([Daily(7)], False),
+    ],
+)
+def test_policies_that_surely_delete_none_of_three(policies: list[Policy], keeps: bool) -> None:
+    assert retention.keeps_all(3, policies) is keeps
+    if keeps:
+        assert retention.to_retire([make(1, step) for step in range(3)], policies) == []

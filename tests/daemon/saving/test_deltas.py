@@ -12,6 +12,8 @@ from tests.support import daemons
 from tests.support.daemons import Home, running
 
 pytestmark = pytest.mark.usefixtures("processes")
+SMALL = "--deltas", "small"
+"""The options with which no speed of the storage decides about a delta."""
 
 
 class Training:
@@ -57,17 +59,17 @@ def home() -> Iterator[Home]:
         yield place
 
 
-def test_a_chain_grows_once_two_checkpoints_lie_outside_it(home: Home) -> None:
-    with running(home, "--keep", "PreserveAll()", forked=True):
+def test_a_chain_begins_with_the_second_checkpoint_if_retention_deletes_neither(home: Home) -> None:
+    with running(home, *SMALL, "--keep", "PreserveAll()", forked=True):
         training = Training(home)
         training.train(7)
         training.agent.close()
-        assert training.chains() == [0, 0, 0, 1, 2, 3, 4]
+        assert training.chains() == [0, 0, 1, 2, 3, 4, 5]
 
 
 def test_of_few_checkpoints_one_always_lies_outside_the_chain(home: Home) -> None:
     """With three that are kept, each second one is whole."""
-    with running(home, "--keep-last", "3", forked=True):
+    with running(home, *SMALL, "--keep-last", "3", forked=True):
         training = Training(home)
         training.train(8)
         training.agent.close()
@@ -86,15 +88,15 @@ def test_a_daemon_without_deltas_stores_whole_chunks(home: Home, options: tuple[
 
 
 def test_snapshots_in_memory_leave_the_base_alone_if_there_is_a_third_slot(home: Home) -> None:
-    with running(home, "--slots", "3", forked=True):
+    with running(home, *SMALL, "--slots", "3", forked=True):
         training = Training(home)
         training.train(14, every=2)
         training.agent.close()
-        assert training.chains() == [0, 0, 0, 1, 2, 3, 4]
+        assert training.chains() == [0, 0, 1, 2, 3, 4, 5]
 
 
 def test_with_two_slots_the_log_says_why_there_are_no_deltas(home: Home) -> None:
-    with running(home, forked=True):
+    with running(home, *SMALL, forked=True):
         training = Training(home)
         training.train(12, every=2)
         training.agent.close()
@@ -103,17 +105,17 @@ def test_with_two_slots_the_log_says_why_there_are_no_deltas(home: Home) -> None
 
 
 def test_a_new_attempt_begins_whole(home: Home) -> None:
-    with running(home, forked=True):
+    with running(home, *SMALL, forked=True):
         first = Training(home)
         first.train(5)
         first.agent.close()
-        assert first.chains() == [0, 0, 0, 1, 2]
+        assert first.chains() == [0, 0, 1, 2, 3]
         second = Training(home)
         second.step = 5
         second.train(2)
         second.agent.close()
         assert second.chains() == [0, 1]
-        assert first.chains() == [0, 0, 0, 1, 2]
+        assert first.chains() == [0, 0, 1, 2, 3]
 
 
 def test_a_tensor_whose_deltas_are_too_long_for_a_chain_does_not_keep_others_whole(
@@ -124,7 +126,7 @@ def test_a_tensor_whose_deltas_are_too_long_for_a_chain_does_not_keep_others_who
     # Of another size of words, and therefore in chunks of its own.
     moment = torch.randn(1_000_000, generator=numbers, dtype=torch.double)
     lengths, came_back = [], []
-    with running(home, "--codec", "planes", forked=True):
+    with running(home, *SMALL, "--codec", "planes", forked=True):
         training = Training(home)
         for step in range(1, 7):
             training.weight[step] += 1
@@ -135,15 +137,15 @@ def test_a_tensor_whose_deltas_are_too_long_for_a_chain_does_not_keep_others_who
                 lengths.append(checkpoint.manifest.parts[0].chain)
                 came_back.append(torch.equal(checkpoint.tensor("moment"), moment))
         training.agent.close()
-    assert lengths == [0, 0, 0, 0, 1, 2]
+    assert lengths == [0, 0, 0, 1, 2, 3]
     assert came_back == [True] * 6
 
 
 def test_a_restarted_daemon_begins_whole(home: Home) -> None:
-    with running(home, forked=True):
+    with running(home, *SMALL, forked=True):
         training = Training(home)
         training.train(5)
-    with running(home, forked=True):
+    with running(home, *SMALL, forked=True):
         training.train(3)
         training.agent.close()
-        assert training.chains() == [0, 0, 0, 1, 2, 0, 1, 2]
+        assert training.chains() == [0, 0, 1, 2, 3, 0, 1, 2]

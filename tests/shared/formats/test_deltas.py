@@ -4,6 +4,7 @@ another one, chains are bounded, and a base that is damaged or misplaced is refu
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +17,7 @@ from crc32c import crc32c
 from obstore.store import MemoryStore
 
 from ckptd.shared.codecs.delta import DELTA, MOST_DELTAS
+from ckptd.shared.codecs.speeds import Speeds
 from ckptd.shared.errors import CkptdError, IntegrityError
 from ckptd.shared.formats.binary import ALIGN
 from ckptd.shared.formats.manifest import Manifest
@@ -202,6 +204,31 @@ def test_a_delta_that_is_longer_than_expected_is_not_written(disk: Parts) -> Non
         reader.close()
 
 
+class _Slow(Speeds):
+    """A node on which a part takes a second, and each delta 0.02 seconds."""
+
+    def __init__(self) -> None:
+        super().__init__(1, itertools.count(0, 0.02).__next__)
+
+    def whole_seconds(self, nbytes: float, stored: float) -> float:
+        return 1.0
+
+
+def test_deltas_are_given_up_once_those_in_vain_have_cost_three_hundredths_of_the_time(
+    disk: Parts,
+) -> None:
+    """The other chunks are stored whole at once, and the next save knows those that were
+    tried.
+    """
+    disk.speeds = _Slow()
+    disk.save(1, START, codec_name="planes")
+    disk.save(2, drifted(START, 2, 0.1), codec_name="planes", share=0.01)
+    disk.check(2)
+    assert len(disk.writer.offers) > 4
+    assert len(disk.writer.in_vain) == 2
+    assert disk.writer.in_vain < disk.writer.offers.keys()
+
+
 def test_chunks_with_deltas_are_in_files_of_their_own(disk: Parts) -> None:
     """The chunks that change entirely would otherwise be kept as long as the bases."""
     few, slot = set(range(3)), START
@@ -246,9 +273,9 @@ def test_a_base_that_cannot_be_linked_means_a_whole_chunk(
     assert len(disk.repository.files("gpt", tag_of(4))) == disk.entries[4].files
 
 
-@each_case(("checkpoints", "most"), [(0, 0), (2, 0), (3, 1), (10, 8), (90, 16)])
-def test_one_checkpoint_outside_a_chain_is_left(checkpoints: int, most: int) -> None:
-    assert most_deltas(checkpoints) == most
+@each_case(("left", "most"), [(-1, 0), (0, 0), (1, 0), (2, 1), (9, 8), (90, 16)])
+def test_one_checkpoint_outside_a_chain_is_left(left: int, most: int) -> None:
+    assert most_deltas(left) == most
 
 
 # -- damage
