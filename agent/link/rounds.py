@@ -10,6 +10,7 @@ because a wait on the trainer's own client would block its other users.
 from __future__ import annotations
 
 import logging
+import math
 import re
 import secrets
 import threading
@@ -28,8 +29,9 @@ from ckptd.shared.units import rank_list
 
 log = logging.getLogger("ckptd.agent")
 
-# Seconds between looks of rank 0 for the ranks that it waits for.
-_FIRST_LOOK, _LAST_LOOK = 0.001, 0.1
+# Seconds between looks of rank 0 for the ranks that it waits for. In between, a look comes
+# each time a `_SHARE_OF_WAIT`th of the wait has passed: so much longer does a wait take at most.
+_FIRST_LOOK, _LAST_LOOK, _SHARE_OF_WAIT = 0.001, 0.1, 32
 # How often rank 0 takes the values of the ranks that have come, while others are
 # missing.
 _SWEEP_SECONDS = 0.5
@@ -400,8 +402,8 @@ class Exchange:
         have come are taken from time to time. Returns after the deadline. Raises the
         error of `unwanted`.
         """
-        sweep, pause = time.monotonic() + _SWEEP_SECONDS, _FIRST_LOOK
-        warn_at: float | None = time.monotonic() + WARN_SECONDS
+        begun = time.monotonic()
+        sweep, warn_at = begun + _SWEEP_SECONDS, begun + WARN_SECONDS
         while missing := [rank for rank in range(1, self.world_size) if rank not in found]:
             now = time.monotonic()
             if self._values.there(*(f"{topic}/from/{rank}" for rank in missing)):
@@ -414,17 +416,13 @@ class Exchange:
                 sweep = time.monotonic() + _SWEEP_SECONDS
             if now > deadline:
                 return
-            if warn_at is not None and now > warn_at:
-                late, warn_at = (
-                    [rank for rank in missing if not self._values.there(f"{topic}/from/{rank}")],
-                    None,
-                )
-                if late:
+            if now > warn_at:
+                warn_at = math.inf
+                if late := [r for r in missing if not self._values.there(f"{topic}/from/{r}")]:
                     log.warning("%s", self._missing(topic, late))
             if (error := unwanted()) is not None:
                 raise error
-            time.sleep(pause)
-            pause = min(2 * pause, _LAST_LOOK)
+            time.sleep(pause_after(now - begun))
 
     def _take_those(
         self,
@@ -479,6 +477,11 @@ class Exchange:
     def _remove_shared(self) -> None:
         while self._shared:
             self._values.remove(*self._shared.pop())
+
+
+def pause_after(waited: float) -> float:
+    """Return the seconds until the next look for a rank that was waited for so long."""
+    return min(max(waited / _SHARE_OF_WAIT, _FIRST_LOOK), _LAST_LOOK)
 
 
 def _decided(decide: Callable[[list[bytes]], list[bytes]], values: list[bytes]) -> list[bytes]:

@@ -8,6 +8,7 @@ import struct
 import threading
 from collections import deque
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from queue import SimpleQueue
 from typing import Protocol
 
@@ -49,13 +50,15 @@ def serve(pair: Pair, slots: Mapping[int, ServedSlot], *, patience: float) -> No
     there; IntegrityError or OSError if a slot cannot be read. The caller then drops the
     pair, from which the peer sees that it gets nothing more.
     """
-    request = torch.empty(_REQUEST.size, dtype=torch.uint8, device="cpu")
     sending = deque[tuple[Work, torch.Tensor]]()
+    asked = deque(_asked(pair) for _ in range(_UNDER_WAY))
     while True:
-        pair.receive(request, patience)
+        work, request = asked.popleft()
+        finish(work, patience)
         rank, number, length = _REQUEST.unpack(memory(request, _REQUEST.size))
         if not length:
             break
+        asked.append(_asked(pair))
         failpoint("agent.recover.serving")
         # A longer or shorter answer than the peer expects must not be sent: gloo ends a process
         # that gets a longer one.
@@ -71,6 +74,12 @@ def serve(pair: Pair, slots: Mapping[int, ServedSlot], *, patience: float) -> No
             finish(sending.popleft()[0], SECONDS)
     for work, _ in sending:
         finish(work, SECONDS)
+
+
+def _asked(pair: Pair) -> tuple[Work, torch.Tensor]:
+    """Begin to receive a request."""
+    request = torch.empty(_REQUEST.size, dtype=torch.uint8, device="cpu")
+    return pair.begin_receive(request), request
 
 
 class Requests:
@@ -119,6 +128,12 @@ class Requests:
         pair, self._pair = self._pair, None
         if pair is not None:
             pair.send(_tensor(_END), SECONDS)
+            # Gloo takes 20 ms to close a connection. The interpreter waits for this thread when it
+            # exits: a daemon thread that comes back from gloo then would abort the process.
+            held = [pair]
+            del pair
+            with suppress(RuntimeError):  # the interpreter ends, and closes it here
+                threading.Thread(target=held.clear, name="ckptd-disconnect").start()
 
     def _connected(self) -> Pair:
         pair = self._pair
