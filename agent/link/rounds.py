@@ -29,9 +29,9 @@ from ckptd.shared.units import rank_list
 
 log = logging.getLogger("ckptd.agent")
 
-# Seconds between looks of rank 0 for the ranks that it waits for. In between, a look comes
-# each time a `_SHARE_OF_WAIT`th of the wait has passed: so much longer does a wait take at most.
-_FIRST_LOOK, _LAST_LOOK, _SHARE_OF_WAIT = 0.001, 0.1, 32
+# Seconds between looks of rank 0 for the ranks that it waits for: a share of the time that
+# it has waited, by which a wait is longer at most, within these bounds.
+_FIRST_LOOK, _LAST_LOOK, _SHARE = 0.001, 0.1, 1 / 32
 # How often rank 0 takes the values of the ranks that have come, while others are
 # missing.
 _SWEEP_SECONDS = 0.5
@@ -481,7 +481,7 @@ class Exchange:
 
 def pause_after(waited: float) -> float:
     """Return the seconds until the next look for a rank that was waited for so long."""
-    return min(max(waited / _SHARE_OF_WAIT, _FIRST_LOOK), _LAST_LOOK)
+    return min(max(waited * _SHARE, _FIRST_LOOK), _LAST_LOOK)
 
 
 def _decided(decide: Callable[[list[bytes]], list[bytes]], values: list[bytes]) -> list[bytes]:

@@ -9,6 +9,7 @@ import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from typing import Any
 
 from torch.distributed import Store  # type: ignore[attr-defined]
@@ -117,11 +118,8 @@ class ChunkExchange:
 
     def _serve(self, store: Store, name: str) -> None:
         try:
-            serve(
-                Pair(store, name, first=True, seconds=SECONDS),
-                self._slots,
-                patience=self._patience,
-            )
+            with closing(Pair(store, name, first=True, seconds=SECONDS)) as pair:
+                serve(pair, self._slots, patience=self._patience)
         except (CkptdError, OSError) as error:  # the reader has another way
             log.debug("stopped serving chunks over %s: %s", name, error)
 

@@ -9,8 +9,10 @@ leaves alone.
 from __future__ import annotations
 
 import re
+import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 
 import torch
@@ -88,6 +90,16 @@ class Pair:
     def end(self) -> None:
         """Begin no more messages: from now on, PeerLost is raised instead."""
         self._ended = True
+
+    def close(self) -> None:
+        """Close the connection. No other thread may use it."""
+        self._ended = True
+        held = [self._group]
+        del self._group
+        # Gloo takes 20 ms. The interpreter waits for this thread when it exits: a daemon thread
+        # that came back from gloo then would abort the process.
+        with suppress(RuntimeError):  # the interpreter ends, and gloo closes it here
+            threading.Thread(target=held.clear, name="ckptd-disconnect").start()
 
     def begin_send(self, data: torch.Tensor) -> Work:
         """Begin to send, and return at once. `finish` waits for the end."""

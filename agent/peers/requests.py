@@ -8,7 +8,6 @@ import struct
 import threading
 from collections import deque
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from queue import SimpleQueue
 from typing import Protocol
 
@@ -77,7 +76,9 @@ def serve(pair: Pair, slots: Mapping[int, ServedSlot], *, patience: float) -> No
 
 
 def _asked(pair: Pair) -> tuple[Work, torch.Tensor]:
-    """Begin to receive a request."""
+    """Begin to receive a request, before the ones before it are answered: gloo lets the
+    peer send it only once this is known there, and says so behind the chunks under way.
+    """
     request = torch.empty(_REQUEST.size, dtype=torch.uint8, device="cpu")
     return pair.begin_receive(request), request
 
@@ -128,12 +129,7 @@ class Requests:
         pair, self._pair = self._pair, None
         if pair is not None:
             pair.send(_tensor(_END), SECONDS)
-            # Gloo takes 20 ms to close a connection. The interpreter waits for this thread when it
-            # exits: a daemon thread that comes back from gloo then would abort the process.
-            held = [pair]
-            del pair
-            with suppress(RuntimeError):  # the interpreter ends, and closes it here
-                threading.Thread(target=held.clear, name="ckptd-disconnect").start()
+            pair.close()
 
     def _connected(self) -> Pair:
         pair = self._pair

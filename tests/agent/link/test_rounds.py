@@ -21,7 +21,7 @@ import pytest
 from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 
 from ckptd.agent.link import rounds, store_values
-from ckptd.agent.link.rounds import Alone, Exchange, Told
+from ckptd.agent.link.rounds import Alone, Exchange, Told, pause_after
 from ckptd.agent.threads.flag import Flag
 from ckptd.shared.errors import (
     CkptdError,
@@ -548,6 +548,13 @@ def test_rank_0_gets_the_values_of_all_ranks_in_few_requests(fake: FakeStore) ->
         assert {call.result(60) for call in calls} == {b"33"}
     # Two removed keys and one answer for each rank, and a few requests for all.
     assert ranks[0].operations < 4 * 33
+
+
+@pytest.mark.parametrize(
+    ("waited", "pause"), [(0.0, 0.001), (0.032, 0.001), (0.64, 0.02), (3.2, 0.1), (60.0, 0.1)]
+)
+def test_rank_0_looks_again_after_a_small_share_of_the_wait(waited: float, pause: float) -> None:
+    assert pause_after(waited) == pytest.approx(pause)
 
 
 def test_a_rank_that_came_and_gave_up_is_not_called_late(ranks: list[Exchange]) -> None:

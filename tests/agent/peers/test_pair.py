@@ -269,6 +269,14 @@ def test_an_ended_pair_begins_no_message(
         act(sides[0], blank(3))
 
 
+def test_a_closed_pair_begins_no_message_and_the_peer_is_lost(sides: tuple[Pair, Pair]) -> None:
+    sides[0].close()
+    with pytest.raises(PeerLost, match="this rank has ended the connection"):
+        give(sides[0], blank(3))
+    with pytest.raises(PeerLost, match=LOST):
+        take(sides[1], blank(3))
+
+
 EXIT = """
 import sys, threading, torch
 from datetime import timedelta

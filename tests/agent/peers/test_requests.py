@@ -10,6 +10,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -238,6 +239,43 @@ def test_many_threads_request_chunks_at_once(slot: Descriptor) -> None:
             return raw == PACKED[chunk.offset : chunk.offset + chunk.length]
 
         assert all(threads.map(one, numbers))
+
+
+class Script:
+    """A pair whose peer requests these chunks one after another, and then no more.
+
+    waiting: how many receives were under way when each chunk was sent.
+    """
+
+    def __init__(self, asked: list[bytes]) -> None:
+        self._asked = [*asked, requests._END]
+        self._receives = 0
+        self.waiting: list[int] = []
+
+    def begin_receive(self, into: torch.Tensor) -> Any:
+        self._receives += 1
+
+        def wait(limit: object) -> None:
+            into.copy_(torch.tensor(list(self._asked.pop(0)), dtype=torch.uint8))
+            self._receives -= 1
+
+        return SimpleNamespace(wait=wait)
+
+    def begin_send(self, data: torch.Tensor) -> Any:
+        self.waiting.append(self._receives)
+        return SimpleNamespace(wait=lambda limit: None)
+
+
+def test_requests_are_received_while_a_chunk_is_sent(slot: Descriptor) -> None:
+    """Gloo sends a message only once the other side receives it, and says so behind the
+    chunks that it sends.
+    """
+    near = SlotSource(slot.fileno(), 1, 5)
+    script = Script(
+        [requests._REQUEST.pack(RANK, n, place.length) for n, place in enumerate(near.ranges)]
+    )
+    serve(cast(Pair, script), {RANK: near}, patience=30.0)
+    assert script.waiting == [8] * len(near.ranges)
 
 
 # -- a rank that dies
