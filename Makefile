@@ -103,10 +103,7 @@ bench: $(INSTALLED)
 	$(RUN) -m benchmarks.codecs
 	$(RUN) -m benchmarks.deltas
 	$(RUN) -m benchmarks.master_copies
-	$(RUN) -m benchmarks.frozen
 	$(RUN) -m benchmarks.steps
-	$(RUN) -m benchmarks.restores
-	$(RUN) -m benchmarks.many
 	$(RUN) -m benchmarks.daemon
 	$(RUN) -m benchmarks.finite
 	$(RUN) -m benchmarks.steady
@@ -120,9 +117,9 @@ bench: $(INSTALLED)
 	$(RUN) -m benchmarks.table
 
 # Measures this version beside the commit in benchmarks/baseline, by turns, for about ten minutes, or an hour with LONG=1, and fails if a figure
-# has become worse. HERE=1 measures this version alone, beside plain copies and writes, and fails past twice the limits.
+# has become worse. ROWS="A;B" selects rows. HERE=1 measures this version alone, beside plain copies and writes, and fails past twice the limits.
 perf: $(INSTALLED)
-	$(RUN) -m benchmarks.perf $(if $(LONG),--long) $(if $(HERE),--here)
+	$(RUN) -m benchmarks.perf $(if $(LONG),--long) $(if $(HERE),--here) $(if $(ROWS),--rows "$(ROWS)")
 
 # Checks the accelerator path: a line for each check, beside torch's own pinned copy. Without a GPU it runs on simulated lanes. ONLY selects
 # checks, LONG=1 takes 16 GB and 30 kills, PLANTED=1 plants a fault in each check, which must find it. It needs no test tools: where torch is
