@@ -8,7 +8,7 @@ versions, each in a process of its own, the one or the other first. A figure is 
 median of the values of ckptd divided by those of a peer, which does the same with the
 same bytes right before. Its change is that of this version divided by that of the
 earlier one, round by round, and its spread are the quartiles of its changes. A figure is
-worse if its change is above 1 by more than its spread, and by 3 % at least. The rows with
+worse if its change is above 1 by more than its spread, and by 5 % at least. The rows with
 such figures are measured once more, in as many rounds, and fail if these rounds say so,
 too. A figure that the earlier version does not have is printed without a change.
 
@@ -49,7 +49,7 @@ LIMITS = {
     ("a daemon", "idle memory"): 8.0,
 }
 """The greatest figures, for `--here`, in units of the peer."""
-_TOLERATED = 1.03
+_TOLERATED = 1.05
 
 Said = dict[str, Any]
 """The findings of a probe: one line of JSON."""

@@ -2,10 +2,10 @@
 itself, beside the whole.
 
 `python -m benchmarks.where [--copies N] [--rounds N]`. The state is that of `saves.py`.
-The steps of the agent are timed where they run. Those of the daemon are repeated here
-with its own functions and as many threads, one step at a time, so that their sum is
-longer than a save, which does them at the same time.
-`docs/explanation/where-time-goes.md` explains the result.
+The steps of the agent are timed where they run; `ckptd bench` prints those of a snapshot
+for each call, tensor and MB. Those of the daemon are repeated here with its own functions
+and as many threads, one step at a time, so that their sum is longer than a save, which
+does them at the same time. `docs/explanation/where-time-goes.md` explains the result.
 """
 
 from __future__ import annotations
@@ -14,12 +14,9 @@ import mmap
 import os
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
 from statistics import median
-from typing import Any
-from unittest import mock
 
 import torch
 from crc32c import crc32c
@@ -27,10 +24,8 @@ from crc32c import crc32c
 from benchmarks.rows import Row, keep, settled
 from benchmarks.saves import state_and_rounds
 from ckptd.agent import Agent
-from ckptd.agent import agent as agent_module
+from ckptd.agent.bench.budget import STEPS, timing
 from ckptd.agent.bench.ways import DirectWrite, PlainCopy, State, timed
-from ckptd.agent.handover.handover import Handover
-from ckptd.agent.plan.kept_plan import KeptPlan
 from ckptd.agent.read import loader, sources
 from ckptd.shared.codecs.codec import encoder
 from ckptd.shared.formats.binary import PIECE
@@ -39,41 +34,6 @@ from ckptd.shared.formats.reuse import new_hasher
 from ckptd.shared.system.fs import read_exactly
 from tests.support.daemons import home, running
 
-Times = dict[str, list[float]]
-
-
-@contextmanager
-def timing(times: Times, steps: dict[str, tuple[Any, str]]) -> Iterator[None]:
-    """Context manager.
-
-    While it is held, the seconds of each call of these functions are added to `times`.
-    """
-
-    def wrapped(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*arguments: Any, **options: Any) -> Any:
-            begun = time.perf_counter()
-            try:
-                return function(*arguments, **options)
-            finally:
-                times[name].append(time.perf_counter() - begun)
-
-        return call
-
-    with ExitStack() as held:
-        for name, (owner, attribute) in steps.items():
-            held.enter_context(
-                mock.patch.object(owner, attribute, wrapped(name, getattr(owner, attribute)))
-            )
-        yield
-
-
-SNAPSHOT = {
-    "state_dict and "
-    "names": (agent_module, "capture"), "compare the "
-        "structure": (KeptPlan, "reuse"), "wait for slot": (Handover, "acquire"),
-    "copy": (Handover, "copy"), "plain values and random "
-        "generators": (agent_module, "values_document"), "seal": (Handover, "seal_after"),
-}  # fmt: skip
 RECOVERY = {
     "read, verify and copy": (loader, "scatter"),
     "open and check the slots": (sources, "read_header"),
@@ -143,26 +103,21 @@ def main() -> None:
         for step in range(rounds + 1):
             torch._foreach_mul_(list(state.values()), 1.0001)
             settled()
-            found: Times = defaultdict(list)
-            with timing(found, SNAPSHOT):
+            with timing(STEPS) as found:
                 pending = agent.snapshot(state, step=step)
                 pending.wait("sealed")
             sealed = time.perf_counter()
             pending.wait("durable")
-            found["snapshot"], found["save, raw"] = [pending.stall], [time.perf_counter() - sealed]
-            with timing(found, RECOVERY):
+            found |= {"snapshot": pending.stall, "save, raw": time.perf_counter() - sealed}
+            with timing(RECOVERY) as steps:
                 recovered = agent.recover(state)
             assert recovered is not None
             assert recovered.source == "memory"
-            found["recovery from memory"], found["plain copy"] = (
-                [recovered.seconds],
-                [copy(state, place.path)[0]],
-            )
-            for name, seconds in (daemon_steps(state) if step else {}).items():
-                found[name] = [seconds]
+            found |= steps | {"recovery from memory": recovered.seconds}
             if step:  # the first round warms up
-                for name, each in found.items():
-                    times[name].append(sum(each))
+                found |= {"plain copy": copy(state, place.path)[0]} | daemon_steps(state)
+                for name, seconds in found.items():
+                    times[name].append(seconds)
         agent.close()
     keep(
         [Row(name=name, value=1000 * median(found), unit="ms") for name, found in times.items()],

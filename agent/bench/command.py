@@ -7,6 +7,7 @@ from pathlib import Path
 import click
 import msgspec
 
+from ckptd.agent.bench.budget import LIMITS, Budgeted
 from ckptd.agent.bench.measure import Report, measure
 from ckptd.shared.command import json_option, speaks
 from ckptd.shared.location import local
@@ -43,6 +44,10 @@ def bench(root: Path, megabytes: int, rounds: int, as_json: bool) -> None:
     turn by each way. A private daemon saves for ckptd; CKPTD_* variables set it up,
     like CKPTD_CODEC=raw. Everything is written into a new directory under --root, and
     deleted at the end.
+
+    The last table tells where the time of a snapshot goes: what each step of the call
+    takes for itself, for each tensor and for each MB, and the least that this machine
+    needs for it.
     """
     report = measure(
         local(root, "--root"),
@@ -81,5 +86,21 @@ def text_of(report: Report) -> str:
         f"memory of the daemon, most          {size_text(report.daemon_peak)}",
         "",
         *(f"{name:<36}{seconds:.3f} s" for name, seconds in report.restores.items()),
+        "",
+        f"{'a snapshot, in µs for each':<26}{'call':>8}{'tensor':>8}{'MB':>8}"
+        f"{'at least: call':>16}{'tensor':>8}{'MB':>8}",
+        *(_step_of(name, found) for name, found in report.budget.items()),
     ]
     return "\n".join(lines)
+
+
+def _step_of(name: str, found: Budgeted) -> str:
+    """Return the line of one step of a snapshot, beside the limit of the machine."""
+    line = f"{name:<26}"
+    for cost, width in ((found.cost, 8), (found.limit, 16)):
+        if cost is not None:
+            for seconds, digits, wide in (
+                (cost.call, 0, width), (cost.tensor, 3, 8), (cost.megabyte, 2, 8),
+            ):  # fmt: skip
+                line += f"{seconds * 1e6:>{wide}.{digits}f}"
+    return line if found.limit is None else f"{line}  {LIMITS[name]}"

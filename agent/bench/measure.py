@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from ckptd.agent.agent import Agent, link_of
+from ckptd.agent.bench.budget import Budgeted, budget
 from ckptd.agent.bench.training import TrainedModel
 from ckptd.agent.bench.ways import (
     DirectWrite,
@@ -70,7 +71,8 @@ class Report(msgspec.Struct, frozen=True):
     saves: by the name of the way. restores: into tensors that exist, with the files in
     the page cache. first: held by the first snapshot after `prepare`. lost: the
     training time that a snapshot costs, with its call. step: the time of a quiet step.
-    daemon_peak: the most memory of the daemon beyond the slots.
+    daemon_peak: the most memory of the daemon beyond the slots. budget: by the name of
+    the step of a snapshot.
     """
 
     machine: dict[str, Any]
@@ -83,6 +85,7 @@ class Report(msgspec.Struct, frozen=True):
     lost: float
     step: float
     daemon_peak: int
+    budget: dict[str, Budgeted]
 
 
 def measure(
@@ -186,6 +189,8 @@ def _measure(
     lost, step = _lost(training, agent, rounds)
     daemon_peak = _peak(_status(agent)["pid"])
     tell("restoring")
+    restores = _restores(place, training, agent, rounds)
+    tell("timing the steps of a snapshot")
     return Report(
         machine=_machine(), nbytes=nbytes, tensors=len(state), rounds=rounds,
         saves={
@@ -193,8 +198,8 @@ def _measure(
             stored.get(name))
             for name, found in times.items()
         },
-        restores=_restores(place, training, agent, rounds), first=first, lost=lost, step=step,
-        daemon_peak=daemon_peak,
+        restores=restores, first=first, lost=lost, step=step, daemon_peak=daemon_peak,
+        budget=budget(agent, state),
     )  # fmt: skip
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+from ckptd.agent.bench.budget import CHECKSUMS, LIMITS, REST, STEPS, WHOLE, Budgeted, Cost
 from ckptd.agent.bench.command import bench, text_of
 from ckptd.agent.bench.measure import Figures, Report
 from ckptd.daemon.commands.cli import main
@@ -42,6 +43,10 @@ def test_the_report_has_every_way_and_nothing_is_left(tmp_path: Path) -> None:
     assert report["first"] > 0
     assert report["step"] > 0
     assert report["daemon_peak"] > 10e6
+    assert report["budget"].keys() == {*STEPS, REST, WHOLE, CHECKSUMS}
+    for name, found in report["budget"].items():
+        assert sum(found["cost"].values()) > 0, name
+        assert (found["limit"] is not None) == (name in LIMITS), name
     assert list(tmp_path.iterdir()) == []
 
 
@@ -60,6 +65,10 @@ def test_the_table() -> None:
             "plain "
             "copy": Figures(0.2, 0.2, None)},
         restores={"dcp.load": 0.25}, first=0.3, lost=0.4, step=0.6, daemon_peak=123_000_000,
+        budget={
+            "copy and checksums": Budgeted(Cost(1e-4, 2e-7, 60e-6), Cost(5e-6, 4e-7, 75e-6)),
+            "the whole call": Budgeted(Cost(2e-3, 1e-6, 61e-6), None),
+        },
     )  # fmt: skip
     assert text_of(report).splitlines() == [
         "ckptd 1, torch 2, 2 CPUs, load 0.5",
@@ -75,6 +84,11 @@ def test_the_table() -> None:
         "memory of the daemon, most          123.0 MB",
         "",
         "dcp.load                            0.250 s",
+        "",
+        "a snapshot, in µs for each    call  tensor      MB  at least: call  tensor      MB",
+        "copy and checksums             100   0.200   60.00               5   0.400   75.00  "
+        "plain copy by torch",
+        "the whole call                2000   1.000   61.00",
     ]
 
 
