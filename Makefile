@@ -97,7 +97,7 @@ coverage-all: $(INSTALLED)
 # Measures ckptd beside its peers and the machine's limits. The first run trains the states that are saved; allow an hour and a half for all of it.
 # ZipNN, a peer of the codecs, needs a C compiler; without it, its rows are missing.
 bench: $(INSTALLED)
-	-$(RUN) -m pip install --quiet zipnn torch-checkpointing
+	-$(RUN) -m pip install --quiet zipnn torch-checkpointing orbax-checkpoint
 	$(RUN) -m benchmarks.saves
 	$(RUN) -m benchmarks.throttled
 	$(RUN) -m benchmarks.codecs

@@ -21,6 +21,7 @@ import time
 import warnings
 from collections import defaultdict
 from contextlib import ExitStack
+from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -118,6 +119,28 @@ class TorchCheckpointing:
         self._manager.close()
 
 
+class Orbax:
+    """The asynchronous save of orbax (`pip install orbax-checkpoint`), which has no way to
+    save tensors of torch: it is given NumPy arrays over their memory. It copies them on
+    this thread, and syncs what it writes.
+    """
+
+    def __init__(self) -> None:
+        peer = import_module("orbax.checkpoint")
+        self._checkpointer = peer.AsyncCheckpointer(peer.PyTreeCheckpointHandler())
+
+    def __call__(self, state: State, path: Path) -> Times:
+        arrays = {name: tensor.numpy() for name, tensor in state.items()}
+        begun = time.perf_counter()
+        self._checkpointer.save(path, arrays)
+        held = time.perf_counter() - begun
+        self._checkpointer.wait_until_finished()
+        return held, time.perf_counter() - begun - held
+
+    def close(self) -> None:
+        self._checkpointer.close()
+
+
 def most_memory(pid: int) -> float:
     """Return the most memory that a process has had, in MB.
 
@@ -151,22 +174,32 @@ def measured(
     for agent in agents:
         agent.prepare(state)
         agent._link.handovers.slots.wait()  # a training would continue meanwhile
-    stager = DefaultStager(StagingOptions(False, True, False, False))
     ways: dict[str, Way] = {
         **{f"ckptd {codec}": WithAgent(agent) for codec, agent in zip(codecs, agents, strict=True)},
-        "plain "
-        "copy": PlainCopy(state), "O_DIRECT "
-            "write": DirectWrite(nbytes), "torch.save": by_torch_save, "dcp.save": by_dcp_save,
-        "dcp.save + ZStandard": dcp_zstandard, "dcp.async_save, thread": by_dcp_async_save,
-        "dcp.async_save, "
-        "process": lambda s, p: by_dcp_async_save(s, p,
-        async_checkpointer_type=AsyncCheckpointerType.PROCESS), "dcp.async_save, cached shared "
-        "stager": lambda s, p: by_dcp_async_save(s, p, async_stager=stager),
-    }  # fmt: skip
-    if find_spec("torch_checkpointing"):
-        peer = TorchCheckpointing()
-        stack.callback(peer.close)
-        ways["torch_checkpointing"] = peer
+        "plain copy": PlainCopy(state),
+        "O_DIRECT write": DirectWrite(nbytes),
+        "torch.save": by_torch_save,
+        "dcp.save": by_dcp_save,
+        "dcp.save + ZStandard": dcp_zstandard,
+        "dcp.async_save, thread": by_dcp_async_save,
+        "dcp.async_save, process": partial(
+            by_dcp_async_save, async_checkpointer_type=AsyncCheckpointerType.PROCESS
+        ),
+    }
+    # Without an accelerator, torch pins no memory, and its pinned stager is the other one.
+    for kind, pinned in (("shared", False), ("pinned", True))[: 1 + torch.cuda.is_available()]:
+        stager = DefaultStager(StagingOptions(pinned, True, False, False))
+        stack.callback(stager.close)
+        ways[f"dcp.async_save, cached {kind} stager"] = partial(
+            by_dcp_async_save, async_stager=stager
+        )
+    for package, peer in (
+        ("torch_checkpointing", TorchCheckpointing), ("orbax", Orbax),
+    ):  # fmt: skip
+        if find_spec(package):
+            made = peer()
+            stack.callback(made.close)
+            ways[package] = made
     first = 0.0
     with home() as files:
         for number in range(rounds + 1):
@@ -188,7 +221,6 @@ def measured(
                         else path.stat().st_size
                     )
                     shutil.rmtree(path) if path.is_dir() else path.unlink()
-    stager.close()
     for agent, place, codec in zip(agents, opened, codecs, strict=True):
         agent.close()
         sizes[f"ckptd {codec}"] = sum(
@@ -205,7 +237,9 @@ def rows_of(
     held = {name: median([time for time, _ in times]) for name, times in results.items()}
     durable = {name: median([time for _, time in times]) for name, times in results.items()}
     best_stager = min(time for name, time in held.items() if "async_save" in name)
-    peer = {name: time for name, time in durable.items() if name == "torch_checkpointing"}
+    peer = {
+        name: time for name, time in durable.items() if name in ("torch_checkpointing", "orbax")
+    }
     raw, copy, direct = held["ckptd raw"], held["plain copy"], durable["O_DIRECT write"]
     return [
         Row(name="held, steady / plain "
