@@ -255,7 +255,8 @@ def held(of: State, to: Any, row: Row) -> Figure:
     """Measure snapshots to memory, and recoveries from it."""
     from_memory: Pairs = []
     to.prepare(of.tensors)
-    time.sleep(0.3 + of.nbytes / 1e9)
+    # As long as a training trains before its first snapshot, at least.
+    time.sleep(0.3 + of.nbytes / 150e6)
     found = snapshots(of, to, of.copy, persist=False, calls=CALLS + 1)
     for _ in range(CALLS):
         of.change()
