@@ -11,6 +11,7 @@ from functools import cache
 _MODULES = (
     "ckptd.shared.codecs._planes",
     "ckptd.shared.codecs._delta",
+    "ckptd.shared.codecs._huffman",
     "ckptd.shared.formats._non_finite",
 )
 """The modules in C that every processor has whose words are little-endian. A compiler

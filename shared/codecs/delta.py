@@ -63,8 +63,9 @@ class Delta:
             room = memoryview(bytearray(listed + words // 255))
             taken = pack(base, width, room)
             gaps = room[:taken]
-            if taken and len(frame := self._planes.contexts.entropy.compress(gaps)) < taken:
-                gaps = memoryview(frame)
+            frame = memoryview(bytearray(taken))
+            length = self._planes.contexts.entropy(gaps, frame[:-1]) if taken else None
+            gaps = gaps if length is None else frame[:length]
         else:
             listed = words
         packed = base[: listed * width]

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import struct
 import threading
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 
 import zstandard
@@ -22,6 +23,10 @@ try:
     from ckptd.shared.codecs._planes import join, split
 except ImportError:  # no compiler was found when ckptd was installed
     from ckptd.shared.codecs.planes_numpy import join, split
+try:
+    from ckptd.shared.codecs._huffman import compress as _huffman
+except ImportError:
+    _huffman = None
 
 PLANES = 2
 _AS_IT_IS, _ZSTD = 0, 1
@@ -39,9 +44,13 @@ would cost more than it saves.
 """
 _REPETITIVE = 0.9
 """A plane is searched for matches if a sample then takes less than this share of what
-entropy coding alone leaves of it.
+is left of it without.
 """
 _WINDOW_LOG = 17
+_Compressor = Callable[[memoryview, memoryview], int | None]
+"""Writes a frame of a plane into a buffer, and returns its length, or None if the frame
+does not fit.
+"""
 
 
 def word_size(element_size: int) -> int:
@@ -56,19 +65,39 @@ class Contexts(threading.local):
     """The zstd contexts of one thread, since zstandard does not allow threads to share
     a context.
 
-    entropy: hardly looks for matches, because nearly all that the exponents of trained
-    numbers shrink is by entropy coding. matches: looks for them as zstd's level 1 does,
-    for integers, masks and text.
     """
 
     def __init__(self) -> None:
         parameters = zstandard.ZstdCompressionParameters.from_level
         common = {"window_log": _WINDOW_LOG, "write_content_size": True}
-        self.entropy = zstandard.ZstdCompressor(
+        self._runs = zstandard.ZstdCompressor(
             compression_params=parameters(1, min_match=7, hash_log=6, chain_log=6, **common)
         )
-        self.matches = zstandard.ZstdCompressor(compression_params=parameters(1, **common))
+        self._matches = zstandard.ZstdCompressor(compression_params=parameters(1, **common))
         self._decompressor = zstandard.ZstdDecompressor(max_window_size=1 << _WINDOW_LOG)
+
+    def entropy(self, plane: memoryview, room: memoryview) -> int | None:
+        """Write a frame of bytes that hardly repeat, such as exponents, into `room`. No
+        matches are looked for, because all that these shrink is by entropy coding.
+
+        Return the length of the frame, or None if it does not fit.
+        """
+        if _huffman is None:
+            return self.runs(plane, room)
+        length = _huffman(plane, room)
+        return None if length < 0 else length
+
+    def runs(self, plane: memoryview, room: memoryview) -> int | None:
+        """Write a frame as `entropy` does, of bytes that are nearly all the same: a code
+        of Huffman takes a bit for each of them, and a match hardly any.
+        """
+        return _placed(self._runs.compress(plane), room)
+
+    def matches(self, plane: memoryview, room: memoryview) -> int | None:
+        """Write a frame as `entropy` does, of integers, masks and text. Matches are
+        looked for as by zstd's level 1.
+        """
+        return _placed(self._matches.compress(plane), room)
 
     def decompress(self, frame: memoryview, length: int, what: str) -> bytes:
         """Return the content of a frame, which has `length` bytes.
@@ -116,8 +145,7 @@ class Planes:
             return None
         compressors = self._compressors(raw, width)
         first = next(
-            (number for number, compressor in enumerate(compressors) if compressor is not None),
-            None,
+            (number for number, compress in enumerate(compressors) if compress is not None), None
         )
         start = width * _ENTRY.size
         if first is None or start + first * words >= stored.nbytes:
@@ -131,18 +159,20 @@ class Planes:
         rest = memoryview(bytearray((width - first) * words))
         planes += [rest[number * words : (number + 1) * words] for number in range(width - first)]
         _split(raw, planes)
-        for number, (plane, compressor) in enumerate(zip(planes, compressors, strict=True)):
-            frame = None if compressor is None else compressor.compress(plane)
-            smaller = frame is not None and len(frame) < words
-            body = frame if frame is not None and smaller else plane
-            if start + len(body) >= stored.nbytes:
-                return None
-            _ENTRY.pack_into(
-                stored, number * _ENTRY.size, _ZSTD if smaller else _AS_IT_IS, len(body)
-            )
-            if number >= first:
-                stored[start : start + len(body)] = body
-            start += len(body)
+        for number, (plane, compress) in enumerate(zip(planes, compressors, strict=True)):
+            room = stored[start : start + words - 1]
+            length = None if compress is None else compress(plane, room)
+            method = _AS_IT_IS if length is None else _ZSTD
+            if length is None:
+                length = words
+                if start + length >= stored.nbytes:
+                    return None
+                if number >= first:
+                    stored[start : start + length] = plane
+            _ENTRY.pack_into(stored, number * _ENTRY.size, method, length)
+            start += length
+        if start >= stored.nbytes:
+            return None
         return start
 
     def writing(self, nbytes: int) -> AbstractContextManager[None]:
@@ -188,27 +218,38 @@ class Planes:
             return body
         return self.contexts.decompress(body, words, "a plane")
 
-    def _compressors(self, raw: memoryview, width: int) -> list[zstandard.ZstdCompressor | None]:
+    def _compressors(self, raw: memoryview, width: int) -> list[_Compressor | None]:
         """Return for each plane the compressor that suits it, or None if it does not
         shrink. Samples from all over the chunk decide.
         """
-        words = raw.nbytes // width
+        words, contexts = raw.nbytes // width, self.contexts
         length = min(words, _SAMPLE, max(_LEAST_SAMPLE, words // _FEWEST))
         starts = range(0, words - length + 1, max(1, (words - length) // (_SAMPLES - 1)))
-        found: list[zstandard.ZstdCompressor | None] = [None] * width
+        room = memoryview(bytearray(length))
+        found: list[_Compressor | None] = [None] * width
         for start in starts:
             planes = [memoryview(bytearray(length)) for _ in range(width)]
             _split(raw[start * width : (start + length) * width], planes)
             for number, plane in enumerate(planes):
-                entropy, matches = (
-                    len(compressor.compress(plane))
-                    for compressor in (self.contexts.entropy, self.contexts.matches)
+                entropy, runs, matches = (
+                    compress(plane, room) or length
+                    for compress in (contexts.entropy, contexts.runs, contexts.matches)
                 )
-                if matches < _REPETITIVE * min(entropy, length):
-                    found[number] = self.contexts.matches
-                elif entropy < _WORTH * length and found[number] is None:
-                    found[number] = self.contexts.entropy
+                if matches < _REPETITIVE * min(entropy, runs):
+                    found[number] = contexts.matches
+                elif found[number] != contexts.matches and runs < _REPETITIVE * entropy:
+                    found[number] = contexts.runs
+                elif min(entropy, runs) < _WORTH * length and found[number] is None:
+                    found[number] = contexts.entropy
         return found
+
+
+def _placed(frame: bytes, room: memoryview) -> int | None:
+    """Copy a frame into `room`, and return its length, or None if it does not fit."""
+    if len(frame) > len(room):
+        return None
+    room[: len(frame)] = frame
+    return len(frame)
 
 
 def _split(raw: memoryview, planes: list[memoryview]) -> None:

@@ -39,7 +39,7 @@ def test_an_installation_without_native_code_says_so_once(
         native_code.warn_once(logging.getLogger("ckptd"))
     (line,) = caplog.messages
     assert line == native_code.problem()
-    assert "without its native code (_planes, _delta, _non_finite)" in line
+    assert "without its native code (_planes, _delta, _huffman, _non_finite)" in line
     assert "install a C compiler" in line
 
 
@@ -85,5 +85,5 @@ def test_a_daemon_and_an_agent_without_native_code_say_so(
         for job in ("one", "two"):
             Agent(job, socket=place.socket).close()
         daemon.close()
-        assert place.log_text().count("native code (_planes, _delta, _non_finite)") == 1
+        assert place.log_text().count("native code (_planes, _delta, _huffman, _non_finite)") == 1
     assert [line for line in caplog.messages if "native code" in line] == [native_code.problem()]
