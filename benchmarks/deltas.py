@@ -166,7 +166,7 @@ class Ours:
                 self.back[chunk] = self._pair.new[chunk]
             else:
                 self._delta.apply(
-                    [memoryview(buffer)[:length]], _bytes(self.back[chunk]), self._width
+                    [memoryview(buffer)[:length]], [_bytes(self.back[chunk])], self._width
                 )
 
     def smallest(self) -> int:

@@ -4,8 +4,8 @@
  * pack(words, width, gaps): moves the words that are not 0 to the front of words, in their order, and writes their places into gaps.
  *     Returns how many bytes of gaps it has written, or -1 if gaps has no room for them.
  * add(raw, words, width): adds each delta word to the word of raw at the same place.
- * scatter(raw, width, words, gaps, words, gaps, ...): the same for the packed words of up to 64 deltas. Returns False if the gaps of
- *     one do not place each of its words inside raw.
+ * scatter(pieces, width, words, gaps, words, gaps, ...): the same for the packed words of up to 64 deltas. The chunk lies in a tuple of pieces,
+ *     each of whole words. Returns False if the gaps of a delta do not place each of its words inside the chunk.
  *
  * A word has 1, 2, 4 or 8 bytes and is little-endian. All calls release the GIL and raise ValueError if a length does not fit. Where
  * this module could not be compiled, shared/codecs/delta_numpy.py stands in, at a fraction of the speed.
@@ -14,6 +14,7 @@
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 #include <stdint.h>
+#include <stdlib.h>
 #include <string.h>
 
 #if !defined(__BYTE_ORDER__) || __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
@@ -121,10 +122,10 @@ enum { TILE = 1 << 16, MOST_DELTAS = 64 };
         }                                                                                                        \
         return (Py_ssize_t)written;                                                                              \
     }                                                                                                            \
-    static void scatter_##WORD(char *restrict raw, size_t words, struct delta *deltas, size_t count)             \
+    static void scatter_##WORD(char *restrict raw, size_t first, size_t words, struct delta *deltas, size_t count)\
     {                                                                                                            \
-        for (size_t start = 0; start < words; start += TILE / sizeof(WORD)) {                                    \
-            size_t end = words - start < TILE / sizeof(WORD) ? words : start + TILE / sizeof(WORD);              \
+        for (size_t start = first, behind = first + words; start < behind; start += TILE / sizeof(WORD)) {       \
+            size_t end = behind - start < TILE / sizeof(WORD) ? behind : start + TILE / sizeof(WORD);            \
             for (struct delta *delta = deltas; delta < deltas + count; delta++) {                                \
                 const uint8_t *gaps = delta->gaps;                                                               \
                 size_t i = delta->passed, place = delta->place, taken = delta->taken;                            \
@@ -136,10 +137,10 @@ enum { TILE = 1 << 16, MOST_DELTAS = 64 };
                     if (place + gaps[i] >= end || taken == delta->listed)                                        \
                         break;                                                                                   \
                     place += gaps[i];                                                                            \
-                    LOAD(WORD, older, raw, place);                                                               \
+                    LOAD(WORD, older, raw, place - first);                                                       \
                     LOAD(WORD, word, delta->packed, taken);                                                      \
                     word = (WORD)(older + FOLD(WORD, word));                                                     \
-                    STORE(word, raw, place);                                                                     \
+                    STORE(word, raw, place - first);                                                             \
                     place++;                                                                                     \
                     taken++;                                                                                     \
                 }                                                                                                \
@@ -226,45 +227,54 @@ static PyObject *add(PyObject *Py_UNUSED(module), PyObject *args)
     return result;
 }
 
-/* Runs scatter on the arguments (raw, width, packed words, gaps, packed words, gaps, ...). */
+/* Runs scatter on the arguments (pieces, width, packed words, gaps, packed words, gaps, ...). */
 static PyObject *scatter(PyObject *Py_UNUSED(module), PyObject *args)
 {
-    Py_buffer buffers[1 + 2 * MOST_DELTAS];
     struct delta deltas[MOST_DELTAS] = {{0}};
     Py_ssize_t taken = 0, count = (PyTuple_Size(args) - 2) / 2;
     int sound = 1;
     PyObject *result = NULL;
 
-    if (PyTuple_Size(args) < 2 || PyTuple_Size(args) % 2 || count > MOST_DELTAS) {
-        PyErr_SetString(PyExc_ValueError, "expected a chunk, a width, and packed words and gaps of at most 64 deltas");
+    if (PyTuple_Size(args) < 2 || PyTuple_Size(args) % 2 || count > MOST_DELTAS || PyTuple_Size(PyTuple_GetItem(args, 0)) < 0) {
+        PyErr_SetString(PyExc_ValueError, "expected a tuple of pieces, a width, and packed words and gaps of at most 64 deltas");
         return NULL;
     }
+    PyObject *pieces = PyTuple_GetItem(args, 0);
+    Py_ssize_t parts = PyTuple_Size(pieces);
     int width = (int)PyLong_AsLong(PyTuple_GetItem(args, 1));
     if (PyErr_Occurred())
         return NULL;
-    for (; taken < 1 + 2 * count; taken++) {
-        PyObject *object = PyTuple_GetItem(args, taken ? taken + 1 : 0);
-        if (PyObject_GetBuffer(object, &buffers[taken], taken ? PyBUF_SIMPLE : PyBUF_WRITABLE) < 0)
+    Py_buffer *buffers = malloc((size_t)(parts + 2 * count) * sizeof *buffers + 1);
+    if (buffers == NULL)
+        return PyErr_NoMemory();
+    for (; taken < parts + 2 * count; taken++) {
+        PyObject *object = taken < parts ? PyTuple_GetItem(pieces, taken) : PyTuple_GetItem(args, 2 + taken - parts);
+        if (PyObject_GetBuffer(object, &buffers[taken], taken < parts ? PyBUF_WRITABLE : PyBUF_SIMPLE) < 0)
             goto done;
-        if (taken % 2 && width > 0) /* packed words */
+        if (width > 0 && (taken < parts || (taken - parts) % 2 == 0)) /* a piece, or packed words */
             sound &= buffers[taken].len % width == 0;
     }
-    if (!fits(width, sound && (width < 1 || buffers[0].len % width == 0)))
+    if (!fits(width, sound))
         goto done;
-    size_t words = (size_t)(buffers[0].len / width);
     for (Py_ssize_t i = 0; i < count; i++) {
-        deltas[i].packed = buffers[1 + 2 * i].buf;
-        deltas[i].listed = (size_t)(buffers[1 + 2 * i].len / width);
-        deltas[i].gaps = buffers[2 + 2 * i].buf;
-        deltas[i].length = (size_t)buffers[2 + 2 * i].len;
+        deltas[i].packed = buffers[parts + 2 * i].buf;
+        deltas[i].listed = (size_t)(buffers[parts + 2 * i].len / width);
+        deltas[i].gaps = buffers[parts + 2 * i + 1].buf;
+        deltas[i].length = (size_t)buffers[parts + 2 * i + 1].len;
     }
-    BY_WIDTH(, scatter, buffers[0].buf, words, deltas, (size_t)count)
+    size_t words = 0;
+    for (Py_ssize_t i = 0; i < parts; i++) {
+        size_t length = (size_t)(buffers[i].len / width);
+        BY_WIDTH(, scatter, buffers[i].buf, words, length, deltas, (size_t)count)
+        words += length;
+    }
     for (Py_ssize_t i = 0; i < count; i++)
         sound &= deltas[i].passed == deltas[i].length && deltas[i].taken == deltas[i].listed && deltas[i].place <= words;
     result = PyBool_FromLong(sound);
 done:
     while (taken > 0)
         PyBuffer_Release(&buffers[--taken]);
+    free(buffers);
     return result;
 }
 
@@ -272,7 +282,7 @@ static PyMethodDef methods[] = {
     {"subtract", subtract, METH_VARARGS, "subtract(raw, base, width)\n\nReplace the words of base by delta words."},
     {"pack", pack, METH_VARARGS, "pack(words, width, gaps)\n\nMove the words that are not 0 to the front."},
     {"add", add, METH_VARARGS, "add(raw, words, width)\n\nAdd delta words to the words of raw."},
-    {"scatter", scatter, METH_VARARGS, "scatter(raw, width, *words_and_gaps)\n\nAdd packed delta words to words of raw."},
+    {"scatter", scatter, METH_VARARGS, "scatter(pieces, width, *words_and_gaps)\n\nAdd packed delta words to words of a chunk."},
     {NULL, NULL, 0, NULL},
 };
 static PyModuleDef_Slot slots[] = {{0, NULL}};

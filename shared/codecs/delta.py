@@ -12,7 +12,7 @@ place: one addition for each, and one checksum at the end.
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from ckptd.shared.codecs.planes import PLANES, Planes, word_size
 from ckptd.shared.errors import IntegrityError
@@ -91,24 +91,30 @@ class Delta:
         listed: int = _HEAD.unpack_from(stored)[0]
         return listed * word_size(element_size) / nbytes
 
-    def apply(self, deltas: Iterable[memoryview], raw: memoryview, element_size: int) -> None:
-        """Add the differences of a chain to `raw`, which has the bytes of the whole base
+    def apply(
+        self, deltas: Iterable[memoryview], pieces: Sequence[memoryview], element_size: int
+    ) -> None:
+        """Add the differences of a chain to a chunk, which has the bytes of the whole base
         and then those of the chunk. The order of the deltas does not matter.
 
-        Raises IntegrityError if that is not possible. Then the content of `raw` is
+        pieces: the buffers in which the chunk lies, each of whole words. Raises
+        IntegrityError if that is not possible. Then the content of `pieces` is
         undefined.
         """
-        width = word_size(element_size)
+        width, nbytes = word_size(element_size), sum(map(len, pieces))
         sparse = list[bytes | memoryview]()
         for stored in deltas:
-            packed, gaps = self._decode(stored, raw.nbytes, element_size)
+            packed, gaps = self._decode(stored, nbytes, element_size)
             if gaps is None:
-                add(raw, packed, width)
+                at = 0
+                for piece in pieces:
+                    add(piece, packed[at : at + len(piece)], width)
+                    at += len(piece)
                 continue
             sparse += packed, gaps
-            if sum(map(len, sparse)) > raw.nbytes:
-                _scatter(raw, width, sparse)
-        _scatter(raw, width, sparse)
+            if sum(map(len, sparse)) > nbytes:
+                _scatter(pieces, width, sparse)
+        _scatter(pieces, width, sparse)
 
     def _decode(
         self, stored: memoryview, nbytes: int, element_size: int
@@ -157,12 +163,12 @@ class Delta:
         return body
 
 
-def _scatter(raw: memoryview, width: int, sparse: list[bytes | memoryview]) -> None:
+def _scatter(pieces: Sequence[memoryview], width: int, sparse: list[bytes | memoryview]) -> None:
     """Add the words of several deltas, and empty the list.
 
     They are added together, since each pass over the chunk takes as long as reading it.
     Raises IntegrityError if the gaps of a delta do not fit.
     """
-    if sparse and not scatter(raw, width, *sparse):
+    if sparse and not scatter(tuple(pieces), width, *sparse):
         raise IntegrityError("the gaps of a delta do not place the words that it lists")
     sparse.clear()

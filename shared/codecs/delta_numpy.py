@@ -50,24 +50,28 @@ def add(raw: _Writable, words: _Bytes, width: int, /) -> None:
     newer += _fold(packed)
 
 
-def scatter(raw: _Writable, width: int, /, *words_and_gaps: _Bytes) -> bool:
-    """Add the packed delta words of one delta after another to the words of `raw` at
-    their places, which the gaps after them name.
+def scatter(pieces: tuple[_Writable, ...], width: int, /, *words_and_gaps: _Bytes) -> bool:
+    """Add the packed delta words of one delta after another to the words of a chunk at
+    their places, which the gaps after them name. The chunk lies in pieces of whole words.
 
-    Return False if the gaps of a delta do not place each of its words inside `raw`.
+    Return False if the gaps of a delta do not place each of its words inside the chunk.
     """
     import numpy as np
 
-    newer = _words(raw, width)
+    newer = [_words(piece, width) for piece in pieces]
+    bounds = np.cumsum([0, *map(len, newer)])
     for words, gaps in zip(words_and_gaps[::2], words_and_gaps[1::2], strict=True):
         packed, passed = _words(words, width), np.frombuffer(gaps, np.uint8)
         places = passed < _PASS
         # Behind each byte: the words that were passed over and placed so far.
         ends = np.cumsum(passed, dtype=np.int64) + np.cumsum(places)
         at = ends[places] - 1
-        if len(at) != len(packed) or (len(ends) and ends[-1] > len(newer)):
+        if len(at) != len(packed) or (len(ends) and ends[-1] > bounds[-1]):
             return False
-        newer[at] += _fold(packed)
+        cuts = np.searchsorted(at, bounds)
+        for number, piece in enumerate(newer):
+            here = slice(cuts[number], cuts[number + 1])
+            piece[at[here] - bounds[number]] += _fold(packed[here])
     return True
 
 

@@ -21,6 +21,7 @@ from crc32c import crc32c
 from ckptd.shared import names
 from ckptd.shared.codecs import codec
 from ckptd.shared.codecs.delta import DELTA, MOST_DELTAS, Delta
+from ckptd.shared.codecs.planes import word_size
 from ckptd.shared.errors import IntegrityError, damage_in
 from ckptd.shared.formats.binary import (
     ALIGN,
@@ -141,6 +142,10 @@ class PartIndex(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         return msgspec.msgpack.encode(kept)
 
 
+_FILES = threading.Semaphore(128)
+"""Limits the local data files that the readers of this process keep open. A process
+may have 1024 descriptors by default.
+"""
 _DELTA = Delta()
 _INDEX_DECODER = msgspec.msgpack.Decoder(PartIndex)
 
@@ -238,7 +243,8 @@ class PartReader:
     is the number of deltas in the longest chain, 0 if no chunk is a delta. `open_file`
     opens a file by its name beside the part. A data file is opened each time that a
     chunk is read from it, and closed afterwards, because there may be many. Remote
-    files, which take no descriptor, stay open. Without `open_file`, data files count as
+    files, which take no descriptor, stay open, and so do files of a part with deltas,
+    most of which hold a little of every chunk. Without `open_file`, data files count as
     missing.
 
     Raises IntegrityError or NewerFormat, with `name` in the error text, or OSError.
@@ -255,7 +261,9 @@ class PartReader:
         self._source = source
         self._open_file = open_file
         self.remote = source.remote
-        self._open: dict[int, Source] = {}  # the remote data files
+        self._open: dict[int, Source] = {}  # the data files that stay open
+        self._opening = threading.Lock()
+        self._keeps = False
         self._local = threading.local()
         with damage_in(name):
             self.index = self._read_index(index_sha256)
@@ -277,6 +285,7 @@ class PartReader:
             for number in range(1, len(self.index.files) + 1):
                 self._check_data_file(number)
         self.values = self.index.values
+        self._keeps = self.longest_chain > 0
 
     def check_codecs(self) -> None:
         """Raise NewerFormat if a chunk is encoded with a codec that this version does
@@ -288,8 +297,11 @@ class PartReader:
                 codec.decoder(number)
 
     def close(self) -> None:
-        for source in self._open.values():
+        while self._open:
+            _, source = self._open.popitem()
             source.close()
+            if not source.remote:
+                _FILES.release()
         self._source.close()
 
     @property
@@ -320,14 +332,16 @@ class PartReader:
             source = self._open_file(name)
         except FileNotFoundError:
             raise IntegrityError(f"its data file {name} is missing") from None
-        if source.remote:
-            self._open[number] = source
-            yield source
-            return
+        with self._opening:
+            if kept := number not in self._open and (
+                source.remote or (self._keeps and _FILES.acquire(blocking=False))
+            ):
+                self._open[number] = source
         try:
             yield source
         finally:
-            source.close()
+            if not kept:
+                source.close()
 
     def _check_data_file(self, number: int) -> None:
         with self._file(number) as source:
@@ -465,10 +479,15 @@ class PartReader:
             )
 
     def read_pieces(self, number: int, pieces: Sequence[memoryview]) -> bool:
+        deltas, whole = self._chain(number)
         chunk = self.index.chunks[number]
-        if chunk.codec != codec.RAW or chunk.stored_length != chunk.raw_length:
+        if whole.codec != codec.RAW or whole.stored_length != chunk.raw_length:
             return False
-        self._read_raw(number, chunk, pieces)
+        if deltas and any(len(piece) % word_size(chunk.element_size) for piece in pieces):
+            return False
+        self._read_raw(number, whole, pieces)
+        if deltas:
+            self._add(number, deltas, pieces)
         return True
 
     def _read_raw(self, number: int, chunk: Chunk | Base, pieces: Sequence[memoryview]) -> None:
@@ -506,7 +525,7 @@ class PartReader:
         deltas, whole = self._chain(number)
         self._decode_whole(number, whole, raw)
         if deltas:
-            self._add(number, deltas, raw)
+            self._add(number, deltas, [raw])
 
     def update_chunk(self, number: int, raw: memoryview, crc: int) -> bool:
         """Bring `raw`, which has the bytes of a chunk in an older part and this crc32c,
@@ -522,15 +541,20 @@ class PartReader:
             return False
         newer = deltas[len(known) - 1 - known[::-1].index(crc) :]
         if newer:
-            self._add(number, newer, raw)
+            self._add(number, newer, [raw])
         return True
 
-    def _add(self, number: int, deltas: Sequence[Chunk | Base], raw: memoryview) -> None:
+    def _add(
+        self, number: int, deltas: Sequence[Chunk | Base], pieces: Sequence[memoryview]
+    ) -> None:
         """Add deltas of a chunk, its own the last one, and verify the result."""
         stored = (self._stored_delta(number, delta) for delta in deltas)
         with damage_in(self._where(number, deltas[-1])):
-            _DELTA.apply(stored, raw, self.ranges[number].element_size)
-            if crc32c(raw) != deltas[-1].raw_crc:
+            _DELTA.apply(stored, pieces, self.ranges[number].element_size)
+            crc = 0
+            for piece in pieces:
+                crc = crc32c(piece, crc)
+            if crc != deltas[-1].raw_crc:
                 raise IntegrityError("it holds other bytes than were saved")
 
     def _chain(self, number: int) -> tuple[list[Chunk | Base], Chunk | Base]:

@@ -33,7 +33,7 @@ def encode(raw: bytes, base: bytes, element_size: int) -> bytes | None:
 
 def apply(stored: bytes, base: bytes, element_size: int) -> bytes:
     raw = bytearray(base)
-    Delta().apply([memoryview(stored)], memoryview(raw), element_size)
+    Delta().apply([memoryview(stored)], [memoryview(raw)], element_size)
     return bytes(raw)
 
 
@@ -110,7 +110,7 @@ def test_deltas_add_up() -> None:
         deltas.append(memoryview(stored))
         found = apply(stored, found, 2)
         together = bytearray(slots[0].tobytes())
-        Delta().apply(deltas[::-1], memoryview(together), 2)
+        Delta().apply(deltas[::-1], [memoryview(together)], 2)
         assert found == bytes(together) == newer.tobytes()
 
 

@@ -40,7 +40,7 @@ def test_deltas_are_equal(width: int, words: int, share: float, seed: int) -> No
         )
         added, scattered = bytearray(base), bytearray(base)
         loops.add(added, dense, width)
-        assert loops.scatter(scattered, width, packed[: listed * width], gaps[:written])
+        assert loops.scatter((scattered,), width, packed[: listed * width], gaps[:written])
         assert added == scattered == raw
         results.append((listed, dense, packed[: listed * width], gaps[:written]))
     assert results[0] == results[1]
@@ -51,8 +51,8 @@ def test_deltas_are_equal(width: int, words: int, share: float, seed: int) -> No
 def test_the_same_gaps_are_refused(width: int, words: int, listed: int, gaps: bytes) -> None:
     packed = bytes(range(1, 1 + listed * width))
     first, second = bytearray(words * width), bytearray(words * width)
-    sound = compiled.scatter(first, width, packed, gaps)
-    assert delta_numpy.scatter(second, width, packed, gaps) is sound
+    sound = compiled.scatter((first,), width, packed, gaps)
+    assert delta_numpy.scatter((second,), width, packed, gaps) is sound
     assert first == second or not sound
 
 
@@ -62,7 +62,7 @@ def test_other_words_are_refused(width: int) -> None:
         lambda: compiled.subtract(b"12345678", bytearray(8), width),
         lambda: compiled.pack(bytearray(8), width, bytearray(8)),
         lambda: compiled.add(bytearray(8), b"12345678", width),
-        lambda: compiled.scatter(bytearray(8), width, b"12345678", b""),
+        lambda: compiled.scatter((bytearray(8),), width, b"12345678", b""),
     ):
         with pytest.raises(ValueError, match="whole words"):
             call()
@@ -73,7 +73,7 @@ def test_buffers_of_other_lengths_are_refused() -> None:
         lambda: compiled.subtract(b"1234", bytearray(8), 2),
         lambda: compiled.subtract(b"123", bytearray(3), 2),
         lambda: compiled.add(bytearray(8), b"1234", 2),
-        lambda: compiled.scatter(bytearray(7), 2, b"1234", b""),
+        lambda: compiled.scatter((bytearray(7),), 2, b"1234", b""),
     ):
         with pytest.raises(ValueError, match="whole words"):
             call()

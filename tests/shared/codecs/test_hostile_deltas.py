@@ -7,6 +7,7 @@ from __future__ import annotations
 import struct
 import tracemalloc
 from contextlib import AbstractContextManager, nullcontext
+from itertools import pairwise
 from unittest import mock
 
 import pytest
@@ -40,9 +41,13 @@ def applied(stored: bytes, base: bytes, element_size: int, times: int = 1) -> by
     # The words begin at an odd address, and more bytes follow the chunk.
     buffer = bytearray(b"\xee" + base + b"\xee" * 9)
     try:
-        Delta().apply(
-            [memoryview(stored)] * times, memoryview(buffer)[1 : 1 + len(base)], element_size
-        )
+        # The chunk lies in several pieces, an empty one among them.
+        chunk = memoryview(buffer)[1 : 1 + len(base)]
+        width = word_size(element_size)
+        ends = sorted(len(base) // width * third // 3 * width for third in (0, 1, 1, 2))
+        bounds = pairwise([0, *ends, len(base)])
+        pieces = [chunk[start:end] for start, end in bounds]
+        Delta().apply([memoryview(stored)] * times, pieces, element_size)
     except IntegrityError:
         return None
     finally:
@@ -186,7 +191,7 @@ def test_a_chain_takes_no_more_memory_than_its_chunk_allows() -> None:
     chunk = memoryview(bytearray(words))
     tracemalloc.start()
     try:
-        Delta().apply([memoryview(stored)] * 64, chunk, 1)
+        Delta().apply([memoryview(stored)] * 64, [chunk], 1)
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
