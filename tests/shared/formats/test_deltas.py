@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,10 @@ from crc32c import crc32c
 from obstore.store import MemoryStore
 
 from ckptd.shared.codecs.delta import DELTA, MOST_DELTAS
+from ckptd.shared.codecs.planes import word_size
 from ckptd.shared.codecs.speeds import Speeds
 from ckptd.shared.errors import CkptdError, IntegrityError
+from ckptd.shared.formats import part
 from ckptd.shared.formats.binary import ALIGN
 from ckptd.shared.formats.manifest import Manifest
 from ckptd.shared.formats.part import PartIndex, encode_end, encode_header
@@ -30,6 +33,7 @@ from ckptd.shared.storage.bucket import Bucket
 from ckptd.shared.storage.object_store import ObjectStorage
 from ckptd.shared.storage.posix import PosixStorage
 from ckptd.shared.storage.repository import Repository
+from ckptd.shared.system.storage_seam import Source
 from tests.support.cases import each_case
 from tests.support.parts import PLAN, RANGES, SLOT, Parts, tag_of
 
@@ -94,6 +98,51 @@ def test_deltas_are_read_back(root: Parts, codec_name: str, files: int, most: in
             assert reader.read_bytes == root.entries[step].read_bytes
             assert root.entries[step].new_bytes < root.entries[1].bytes / 4
         reader.close()
+
+
+def test_a_chain_is_read_into_pieces_of_whole_words(disk: Parts) -> None:
+    chain(disk, 4)
+    reader = disk.open(4)
+    for number, chunk in enumerate(RANGES):
+        wanted = disk.slots[4][chunk.offset : chunk.offset + chunk.length]
+        third = chunk.length // 3 // 8 * 8
+        for first in (0, third, third + 1) if third else ():
+            found = memoryview(bytearray(chunk.length))
+            pieces = [found[:first], found[first : 2 * third], found[2 * third :]]
+            whole_words = first % word_size(chunk.element_size) == 0
+            is_delta = reader.index.chunks[number].codec == DELTA
+            assert reader.read_pieces(number, pieces) == (whole_words or not is_delta)
+            assert not any(found) or found == wanted
+            assert any(found) == (whole_words or not is_delta)
+    reader.close()
+
+
+def test_the_files_of_a_chain_are_opened_once(disk: Parts, monkeypatch: pytest.MonkeyPatch) -> None:
+    limit = threading.Semaphore(3)
+    monkeypatch.setattr(part, "_FILES", limit)
+    chain(disk, 6)
+    reader, opened = disk.open(6), list[Source]()
+    open_file = reader._open_file
+    assert open_file is not None
+
+    def noted(name: str) -> Source:
+        opened.append(open_file(name))
+        return opened[-1]
+
+    reader._open_file = noted
+    for _ in range(2):
+        for number, chunk in enumerate(RANGES):
+            reader.read_chunk(number, memoryview(bytearray(chunk.length)))
+    names = len(reader.index.files)
+    assert names > 3
+    assert len(set(map(id, reader._open.values()))) == 3, "no more than the limit stay open"
+    in_turn = len(opened) - 3
+    assert in_turn % 2 == 0, "each of the other files is opened for each chunk"
+    reader.close()
+    for source in opened:
+        with pytest.raises((OSError, ValueError)):
+            source.read(memoryview(bytearray(8)), 0)
+    assert all(limit.acquire(blocking=False) for _ in range(3))
 
 
 def test_no_checkpoint_needs_another_one(root: Parts) -> None:
