@@ -26,7 +26,7 @@ except ImportError:  # no compiler was found when ckptd was installed
 try:
     from ckptd.shared.codecs._huffman import compress as _huffman
 except ImportError:
-    _huffman = None
+    _huffman = None  # type: ignore[assignment]
 
 PLANES = 2
 _AS_IT_IS, _ZSTD = 0, 1
