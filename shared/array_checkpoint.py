@@ -11,6 +11,7 @@ import logging
 import math
 import os
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
@@ -71,6 +72,10 @@ def numpy_dtype(name: str) -> np.dtype[Any]:
     return np.dtype(f"u{size}") if size <= 8 else np.dtype(f"V{size}")
 
 
+Range = tuple[int, int, int]
+"""The number of a part, and the offset and the length of bytes in its packed slot."""
+
+
 class ArrayCheckpoint:
     """An open, committed checkpoint, made by `ArrayCheckpoint.open`.
 
@@ -89,6 +94,7 @@ class ArrayCheckpoint:
         self.manifest = manifest
         self._held = ExitStack()
         self._parts: list[PartReader] = []
+        self._part_numbers: dict[int, int] = {}
         self._items: dict[str, list[tuple[PartReader, Item]]] = {}
         self._aliases: dict[str, tuple[PartReader, Item, Alias]] = {}
         try:
@@ -144,6 +150,7 @@ class ArrayCheckpoint:
         return cls(_manifest(directory), lambda part: _open_part(directory, part))
 
     def _add(self, part: PartReader) -> None:
+        self._part_numbers[id(part)] = len(self._parts)
         self._parts.append(part)
         part.check_codecs()
         own = {item.fqn: item for item in part.plan.items}
@@ -279,6 +286,46 @@ class ArrayCheckpoint:
             item.stride is None or tuple(item.stride) == tuple(c_order(item.sizes))
             for _, item in self._items[name]
         )
+
+    def placed(self, name: str) -> tuple[str, tuple[int, ...], list[Range]]:
+        """Return the dtype and the shape of a tensor, and the places of its bytes, one
+        after another in C order: [] if they cannot be read so. Raises NotFound.
+        """
+        described = self._described(name)
+        dtype, size = described.dtype.partition("/")[0], described.size
+        if isinstance(described, Alias):
+            return dtype, size, []
+        found, row, rows, shards = list[Range](), 0, size[0] if size else 1, self._items[name]
+        for part, item in sorted(shards, key=_offsets_of) if len(shards) > 1 else shards:
+            sizes, stride = item.sizes, item.stride
+            # A further shard must go on with the next rows.
+            if (stride is not None and stride != c_order(sizes)) or (
+                sizes != size and (sizes[1:] != size[1:] or item.offsets[0] != row)
+            ):
+                return dtype, size, []
+            row += sizes[0] if sizes else 1
+            found.append((self._part_numbers[id(part)], item.offset, item.length))
+        return dtype, size, found if row == rows else []
+
+    def read(self, ranges: Iterable[Range]) -> np.ndarray[Any, Any]:
+        """Return the bytes of these places, one after another. Each chunk is read once.
+
+        Raises IntegrityError, StorageError.
+        """
+        places = list(ranges)
+        found = np.empty(sum(length for _, _, length in places), np.uint8)
+        view, start, end = memoryview(found), 0, 0
+        targets = defaultdict[int, list[tuple[int, memoryview]]](list)
+        for number, (part, offset, length) in enumerate(places):
+            end += length
+            # Neighbours become one target: most tensors lie side by side.
+            if number + 1 == len(places) or places[number + 1][:2] != (part, offset + length):
+                targets[part].append((offset + length - (end - start), view[start:end]))
+                start = end
+        with storage_errors("read tensors"):
+            for part, wanted in targets.items():
+                scatter(self._parts[part], wanted)
+        return found
 
     def rows(self, name: str, start: int, stop: int) -> np.ndarray[Any, Any]:
         """Return the rows `start` to `stop` of a tensor that has a dimension, as a new
@@ -499,6 +546,10 @@ def _read(part: PartReader, item: Item) -> bytearray:
 
 _Blocks = dict[tuple[int, str, tuple[int, ...]], bytearray]
 """The bytes of shards."""
+
+
+def _offsets_of(shard: tuple[PartReader, Item]) -> tuple[int, ...]:
+    return shard[1].offsets
 
 
 def _key(part: PartReader, item: Item) -> tuple[int, str, tuple[int, ...]]:

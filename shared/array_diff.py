@@ -9,18 +9,19 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from ckptd.shared.array_checkpoint import ArrayCheckpoint
+from ckptd.shared.array_checkpoint import ArrayCheckpoint, Range
 from ckptd.shared.formats.bounds import is_flat
 from ckptd.shared.formats.manifest import Manifest
 from ckptd.shared.formats.plain_values import Undecoded
 from ckptd.shared.formats.plan import RUN_FACTS, element_size
+from ckptd.shared.system.collector import paused_collector
 
 BLOCK = 32 << 20
 """The most bytes of a tensor that are read at once, unless one row has more."""
@@ -95,7 +96,8 @@ class CheckpointDifference:
             "tensors": [
                 {
                     key: None if isinstance(value, float) and not math.isfinite(value) else value
-                    for key, value in asdict(found).items()
+                    for key in TensorDifference.__slots__
+                    for value in (getattr(found, key),)
                 }
                 for found in self.tensors
             ],
@@ -108,20 +110,25 @@ class CheckpointDifference:
         }
 
 
+@paused_collector()
 def difference(a: ArrayCheckpoint, b: ArrayCheckpoint) -> CheckpointDifference:
     """Compare two checkpoints. Raises IntegrityError, NewerFormat, StorageError."""
     tensors_a, tensors_b = a.keys(), b.keys()
     values_a, values_b = _leaves(a), _leaves(b)
     both = set(tensors_b)
     shared = [name for name in tensors_a if name in both]
-    found = []
-    for names in _batches(shared, a, b):
+    packed, others = _packed(shared, a, b)
+    found = list(itertools.chain.from_iterable(_packed_differences(one, a, b) for one in packed))
+    for names in _batches(others, a, b):
         held = None  # those of the batch before are freed first
         held = (a.arrays(names), b.arrays(names)) if len(names) > 1 else None
         found += [
             one for name in names if (one := _tensor_difference(name, a, b, held)) is not None
         ]
-    found.sort(key=lambda one: -math.inf if one.relative is None else -one.relative)
+    order = {name: number for number, name in enumerate(shared)}
+    found.sort(
+        key=lambda one: (-math.inf if one.relative is None else -one.relative, order[one.name])
+    )
     values, same = [], 0
     for path, value in values_a.items():
         if path not in values_b:
@@ -258,6 +265,134 @@ def _plain(value: Any) -> Any:
 # -- tensors
 
 
+class _Packed(NamedTuple):
+    """A tensor of the same dtype and shape in A and B, whose bytes are whole ranges of the
+    packed slots of each.
+
+    a, b: the ranges, in C order, as `ArrayCheckpoint.placed` has them.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    nbytes: int
+    a: Sequence[Range]
+    b: Sequence[Range]
+
+
+def _packed(
+    names: Iterable[str], a: ArrayCheckpoint, b: ArrayCheckpoint
+) -> tuple[list[list[_Packed]], list[str]]:
+    """Divide names into those of tensors that can be compared many at once, and the others.
+
+    The former are in batches of one dtype, with up to `BLOCK` bytes, in the order of A.
+    """
+    found, others = list[_Packed](), list[str]()
+    for name in names:
+        (dtype, shape, one), (*kind, other) = a.placed(name), b.placed(name)
+        if one and other and [dtype, shape] == kind and _has_numbers(dtype):
+            nbytes = one[0][2] if len(one) == 1 else sum(length for _, _, length in one)
+            if 0 < nbytes <= BLOCK:
+                found.append(_Packed(name, dtype, shape, nbytes, one, other))
+                continue
+        others.append(name)
+    found.sort(key=lambda one: (one.dtype, one.a[0]))
+    batches, nbytes = list[list[_Packed]](), 0
+    for packed in found:
+        nbytes += packed.nbytes
+        if not batches or nbytes > BLOCK or batches[-1][0].dtype != packed.dtype:
+            batches.append([])
+            nbytes = packed.nbytes
+        batches[-1].append(packed)
+    return batches, others
+
+
+def _packed_differences(
+    batch: Sequence[_Packed], a: ArrayCheckpoint, b: ArrayCheckpoint
+) -> Iterator[TensorDifference]:
+    """Yield how the tensors of a batch differ, as far as they do.
+
+    Raises IntegrityError, StorageError.
+    """
+    raw_a = a.read([place for one in batch for place in one.a])
+    raw_b = b.read([place for one in batch for place in one.b])
+    width = _size(batch[0].dtype)
+    ends = np.cumsum([one.nbytes for one in batch])
+    first = start = 0
+    while first < len(batch):
+        last = max(first + 1, int(np.searchsorted(ends, start + PIECE * width, "right")))
+        end = int(ends[last - 1])
+        yield from _differences(
+            batch[first:last],
+            raw_a[start:end],
+            raw_b[start:end],
+            np.concatenate([[0], ends[first : last - 1] - start]) // width,
+        )
+        first, start = last, end
+
+
+def _differences(
+    batch: Sequence[_Packed], a: Array, b: Array, starts: Array
+) -> Iterator[TensorDifference]:
+    """Yield how tensors of one dtype differ, given their bytes one after another, and the
+    number of the first element of each.
+
+    The arithmetic is that of `_Distance`, for all tensors at once: one call of NumPy for
+    each small tensor would take far longer than what it computes.
+    """
+    dtype = batch[0].dtype
+    differ = _differ(a, b, _size(dtype))
+    differing = np.add.reduceat(differ, starts, dtype=np.int64)
+    if not differing.any():
+        return
+    if len(batch) == 1:
+        distance = _Distance((dtype, dtype))
+        distance.add(a, b)
+        yield distance.told(batch[0].name, (batch[0].shape, batch[0].shape))
+        return
+    x, y = numbers(a, dtype), numbers(b, dtype)
+    assert x is not None
+    assert y is not None
+    finite = np.isfinite(x), np.isfinite(y)
+    both = finite[0] & finite[1]
+    lacking = [np.add.reduceat(~one, starts, dtype=np.int64).tolist() for one in finite]
+    beyond = ~both & (x != y) & ~(np.isnan(x) & np.isnan(y))
+    x, y = np.where(both, x, x.dtype.type(0)), np.where(both, y, y.dtype.type(0))
+    apart = _apart(x, y)
+    figures = zip(
+        batch,
+        differing.tolist(),
+        _norms(apart, starts),
+        _norms(np.abs(floats(x)), starts),
+        np.maximum.reduceat(apart, starts).tolist(),
+        np.add.reduceat(beyond, starts, dtype=np.int64).tolist(),
+        *lacking,
+        strict=True,
+    )
+    for one, elements, l2, norm, most, lost, lacking_a, lacking_b in figures:
+        if elements:
+            yield TensorDifference(
+                one.name, (one.shape, one.shape), (dtype, dtype), elements, l2,
+                None if lost else _relative(l2, norm), most, (lacking_a, lacking_b),
+            )  # fmt: skip
+
+
+def _norms(values: Array, starts: Array) -> list[float]:
+    """Return the L2 norm of each tensor, given the absolute values of all as float64, as
+    `Norm` computes it.
+    """
+    largest = np.maximum.reduceat(values, starts)
+    scale = np.where((largest > 0) & np.isfinite(largest), largest, 1.0)
+    with np.errstate(over="ignore"):
+        scaled = values / np.repeat(scale, np.diff(starts, append=len(values)))
+        found: list[float] = (scale * np.sqrt(np.add.reduceat(scaled * scaled, starts))).tolist()
+    return found
+
+
+def _relative(l2: float, norm: float) -> float | None:
+    return 0.0 if l2 == 0 else l2 / norm if norm else None
+
+
 _Held = tuple[Mapping[str, Array], Mapping[str, Array]]
 """Tensors of both checkpoints that have been read together."""
 
@@ -365,7 +500,7 @@ class _Distance:
             other = b[start * size_b : (start + PIECE) * size_b]
             equal = self._same_type and np.array_equal(one, other)
             if self._same_type and not equal:
-                self.differing += _differing(one, other, size_a)
+                self.differing += int(np.count_nonzero(_differ(one, other, size_a)))
             if self._known:
                 self._measure(one, other, equal=equal)
 
@@ -400,10 +535,10 @@ class _Distance:
         if not self._known:
             return TensorDifference(name, shapes, self._dtypes, elements, None, None, None, None)
         l2, norm = self._l2.value, self._norm.value
-        relative = 0.0 if l2 == 0 else l2 / norm if norm else None
         return TensorDifference(
-            name, shapes, self._dtypes, elements, l2, None if self._beyond else relative,
-            self._max, (self._non_finite[0], self._non_finite[1]),
+            name, shapes, self._dtypes, elements, l2,
+            None if self._beyond else _relative(l2, norm), self._max,
+            (self._non_finite[0], self._non_finite[1]),
         )  # fmt: skip
 
 
@@ -429,11 +564,11 @@ class Norm:
         return self._scale * math.sqrt(self._sum) if self._scale else 0.0
 
 
-def _differing(a: Array, b: Array, size: int) -> int:
-    """Return how many elements of this size in bytes differ."""
+def _differ(a: Array, b: Array, size: int) -> Array:
+    """Return which elements of this size in bytes differ."""
     word = np.dtype(f"u{min(size, 8)}")
-    words = a.view(word) != b.view(word)
-    return int(np.count_nonzero(words if size <= 8 else words.reshape(-1, size // 8).any(1)))
+    words: Array = a.view(word) != b.view(word)
+    return words if size <= 8 else words.reshape(-1, size // 8).any(1)
 
 
 def floats(values: Array) -> Array:

@@ -9,7 +9,7 @@ would then return memory that was never written. This module does no I/O.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from ckptd.shared.errors import IntegrityError
 from ckptd.shared.formats.plan import BLOB, HIDDEN, Plan
@@ -29,10 +29,14 @@ class Effort:
 
     def __init__(self, shards: int) -> None:
         self._left = _STEPS + _STEPS_PER_SHARD * shards
+        self.tensors = 1
+        """The number of tensors for which each step counts, because they have the same
+        shards. What is refused does not depend on how many are checked at once.
+        """
 
     def spend(self, steps: int) -> None:
         """Count `steps` steps of work. Raises IntegrityError if the limit is exceeded."""
-        self._left -= steps
+        self._left -= steps * self.tensors
         if self._left < 0:
             raise IntegrityError(
                 "its shards are too irregular to be checked for holes and overlaps"
@@ -135,8 +139,15 @@ def check_all(tensors: Mapping[str, tuple[Shape, set[Box]]]) -> None:
 
     `tensors` maps the name of each tensor to its size and its shards.
     """
-    effort = Effort(sum(len(boxes) for _, boxes in tensors.values()))
-    for name, (size, boxes) in tensors.items():
+    check_alike([(name, size, boxes, 1) for name, (size, boxes) in tensors.items()])
+
+
+def check_alike(tensors: Sequence[tuple[str, Shape, set[Box], int]]) -> None:
+    """Do the same for tensors of which some are alike: each entry has the name of the
+    first of them, their size, their shards, and how many they are.
+    """
+    effort = Effort(sum(len(boxes) * count for _, _, boxes, count in tensors))
+    for name, size, boxes, effort.tensors in tensors:
         check_cover(name, size, boxes, effort)
 
 

@@ -152,6 +152,29 @@ class Item(msgspec.Struct, frozen=True, array_like=True, gc=False):
     def length(self) -> int:
         return math.prod(self.sizes) * element_size(self.dtype)
 
+    def checked(self) -> tuple[int, int]:
+        """Return the size of an element, and the length, in bytes.
+
+        Raises NewerFormat for an unknown dtype, IntegrityError for a shard that cannot be.
+        """
+        width, size, sizes = element_size(self.dtype), self.size, self.sizes
+        if not width:
+            raise NewerFormat(
+                f"item {self.fqn!r} has the unknown dtype {self.dtype!r}: read it with a newer "
+                f"ckptd"
+            )
+        check_elements(self.fqn, size)
+        if not len(size) == len(self.offsets) == len(sizes):
+            raise IntegrityError(
+                f"item {self.fqn!r}: its size, offsets and sizes must have the same number of "
+                f"dimensions"
+            )
+        if any(o + s > t for o, s, t in zip(self.offsets, sizes, size, strict=True)):
+            raise IntegrityError(f"item {self.fqn!r}: its shard lies outside the tensor")
+        if self.stride is not None and not is_dense(sizes, self.stride):
+            raise IntegrityError(f"item {self.fqn!r}: its strides do not cover its bytes")
+        return width, math.prod(sizes) * width
+
 
 class Alias(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """A tensor that shares the storage of the item named `base`.
@@ -224,7 +247,7 @@ class Plan(msgspec.Struct, frozen=True):
         check_msgpack(data, "plan document")
         with paused_collector():
             try:
-                plan = _DECODER.decode(data)
+                plan = _DECODER.decode(data).plan()
             except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
                 raise IntegrityError(
                     f"plan document cannot be read: {error}{_culprit(data)}"
@@ -261,31 +284,17 @@ class Plan(msgspec.Struct, frozen=True):
             ):
                 raise IntegrityError(f"plan document: region at {region.offset} is misplaced")
             end = region.offset + region.length
-        seen: set[str] = set()
         regions = iter(self.regions)
         current = next(regions, None)
         position = current.offset if current else 0
-        width_of = {dtype: element_size(dtype) for dtype in {item.dtype for item in self.items}}
+        # Many items have few shapes. What does not depend on the place is checked once.
+        known: dict[tuple[object, ...], tuple[int, int]] = {}
         for item in sorted(self.items, key=attrgetter("offset")):
-            width, size, sizes, offset = width_of[item.dtype], item.size, item.sizes, item.offset
-            if not width:
-                raise NewerFormat(
-                    f"item {item.fqn!r} has the unknown dtype {item.dtype!r}: read it with a "
-                    f"newer ckptd"
-                )
-            check_elements(item.fqn, size)
-            if not len(size) == len(item.offsets) == len(sizes):
-                raise IntegrityError(
-                    f"item {item.fqn!r}: its size, offsets and sizes must have the same number of "
-                    f"dimensions"
-                )
-            if (size != sizes or any(item.offsets)) and any(
-                o + s > t for o, s, t in zip(item.offsets, sizes, size, strict=True)
-            ):
-                raise IntegrityError(f"item {item.fqn!r}: its shard lies outside the tensor")
-            if item.stride is not None and not is_dense(sizes, item.stride):
-                raise IntegrityError(f"item {item.fqn!r}: its strides do not cover its bytes")
-            end = offset + math.prod(sizes) * width
+            kind = item.dtype, item.size, item.offsets, item.sizes, item.stride
+            if (found := known.get(kind)) is None:
+                found = known[kind] = item.checked()
+            (width, length), offset = found, item.offset
+            end = offset + length
             if end == offset:
                 continue
             while current is not None and offset >= current.offset + current.length:
@@ -302,14 +311,12 @@ class Plan(msgspec.Struct, frozen=True):
                     f"item {item.fqn!r} lies outside its region or overlaps another item"
                 )
             position = end
-        bases = {item.fqn: item for item in self.items}
-        for name in [i.fqn for i in self.items if not any(i.offsets)] + [
-            a.fqn for a in self.aliases
-        ]:
-            if name in seen:
-                raise IntegrityError(f"plan document names {name!r} twice")
-            seen.add(name)
-        several = Counter(item.fqn for item in self.items)
+        named = [i.fqn for i in self.items if not any(i.offsets)] + [a.fqn for a in self.aliases]
+        if len(set(named)) < len(named):
+            twice = next(name for name, count in Counter(named).items() if count > 1)
+            raise IntegrityError(f"plan document names {twice!r} twice")
+        bases = {item.fqn: item for item in self.items} if self.aliases else {}
+        several = Counter(item.fqn for item in self.items) if self.aliases else {}
         for alias in self.aliases:
             width = element_size(alias.dtype)
             if not width:
@@ -330,7 +337,28 @@ class Plan(msgspec.Struct, frozen=True):
                 raise IntegrityError(f"alias {alias.fqn!r} reaches beyond its base {alias.base!r}")
 
 
-_DECODER = msgspec.msgpack.Decoder(Plan)
+class _Packed(Plan, frozen=True, kw_only=True):
+    """A plan whose metadata have not been decoded."""
+
+    metadata: dict[str, msgspec.Raw] | None  # type: ignore[assignment]
+
+    def plan(self) -> Plan:
+        """Return the plan.
+
+        Tensors that are described by the same bytes share one entry in its metadata, which
+        is decoded once: many tensors have few shapes. Raises DecodeError.
+        """
+        fields = msgspec.structs.asdict(self)
+        if self.metadata is not None:
+            packed = list(map(bytes, self.metadata.values()))
+            known = {entry: _DESCRIBED_DECODER.decode(entry) for entry in dict.fromkeys(packed)}
+            fields["metadata"] = dict(
+                zip(self.metadata, map(known.__getitem__, packed), strict=True)
+            )
+        return Plan(**fields)
+
+
+_DECODER = msgspec.msgpack.Decoder(_Packed)
 _MOST_SEARCHED = 4 << 20
 """The most bytes of a plan document in which the tensor is looked for that an error is
 about.

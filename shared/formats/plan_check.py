@@ -8,16 +8,18 @@ checkpoint. This module does no I/O.
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
 from ckptd.shared.errors import IntegrityError
-from ckptd.shared.formats.coverage import check_all, two_sizes
+from ckptd.shared.formats.coverage import check_alike, two_sizes
 from ckptd.shared.formats.manifest import MOST_INLINE
 from ckptd.shared.formats.metadata_object import check_entry, stored_places
-from ckptd.shared.formats.plan import BLOB, HIDDEN, Described, Plan
+from ckptd.shared.formats.plan import BLOB, HIDDEN, Alias, Described, Item, Plan
 from ckptd.shared.formats.sharding import Box, Mesh, Rule, Shape, place, replica_of
 from ckptd.shared.system.collector import paused_collector
 
@@ -34,20 +36,10 @@ def check_plans(plans: Mapping[int, Plan], world_size: int) -> frozenset[str] | 
 
     Raises IntegrityError, naming the tensor, if a reader would refuse the snapshot.
     """
-    stored = _Stored()
-    for rank, plan in sorted(plans.items()):
-        stored.add(plan, rank)
+    stored = _Stored(plans)
     if len(plans) == world_size:
-        check_all(
-            {
-                name: (size, set(boxes))  # type: ignore[arg-type]
-                for name, (dtype, size, boxes) in stored.items.items()
-                if dtype != BLOB
-            }
-        )
-    names = frozenset(
-        name for name in (*stored.items, *stored.aliases) if not name.startswith(HIDDEN)
-    )
+        check_alike(stored.tensors())
+    names = frozenset(name for name in stored.held if not name.startswith(HIDDEN))
     first = plans.get(0)
     if first is None:
         return names if len(plans) == world_size else None
@@ -56,85 +48,113 @@ def check_plans(plans: Mapping[int, Plan], world_size: int) -> frozenset[str] | 
         lack = "do not describe" if described else "are missing: they must describe"
         raise IntegrityError(
             f"the metadata in the plan of rank 0 {lack} {missing[0]!r}, which rank "
-            f"{stored.a_rank_of(missing[0])} stores"
+            f"{stored.held[missing[0]].a_rank} stores"
         )
     _Metadata(first, world_size).check(stored, plans)
     return names | described.keys()
 
 
-Boxes = dict[Box | None, list[int]]
+@dataclass(frozen=True, slots=True, eq=False)
+class _Holding:
+    """The dtype and the size of a tensor, and the ranks that store each of its shards.
+
+    The place of a blob is None. Tensors that are alike in all of this share one object, so
+    that it is checked once.
+    """
+
+    dtype: str
+    size: Shape
+    boxes: dict[Box | None, list[int]]
+    is_alias: bool = False
+
+    @property
+    def a_rank(self) -> int:
+        return next(iter(self.boxes.values()))[0]
+
+    @classmethod
+    def of_all(cls, name: str, holdings: Sequence[_Holding]) -> _Holding:
+        """Return all shards of a tensor, given those of each part and item.
+
+        Raises IntegrityError if they cannot be shards of one tensor.
+        """
+        first, boxes = holdings[0], defaultdict[Box | None, list[int]](list)
+        for holding in holdings:
+            if first.is_alias != holding.is_alias:
+                raise IntegrityError(f"{name!r} is an item and an alias at once")
+            if first.dtype != holding.dtype:
+                raise IntegrityError(
+                    f"{name!r} has two dtypes: {first.dtype}, and {holding.dtype} in the plan of "
+                    f"rank {holding.a_rank}"
+                )
+            if first.size != holding.size and first.dtype != BLOB:
+                raise two_sizes(name, first.size, holding.size)
+            for box, ranks in holding.boxes.items():
+                boxes[box] += ranks
+        return cls(first.dtype, first.size, dict(boxes), first.is_alias)
 
 
 class _Stored:
-    """Collects the tensors of all parts.
+    """The tensors of all parts. `held` has them by name."""
 
-    `items` and `aliases` have, for each name, its dtype, its size, and the ranks that
-    store each of its shards. The place of a blob is None.
-    """
+    def __init__(self, plans: Mapping[int, Plan]) -> None:
+        self.held: dict[str, _Holding] = {}
+        self._several: dict[str, list[_Holding]] = {}
+        for rank, plan in sorted(plans.items()):
+            self._add(plan, rank)
+        joined: dict[tuple[_Holding, ...], _Holding] = {}
+        for name, holdings in self._several.items():
+            key = tuple(holdings)
+            if key not in joined:
+                joined[key] = _Holding.of_all(name, holdings)
+            self.held[name] = joined[key]
 
-    def __init__(self) -> None:
-        self.items: dict[str, tuple[str, Shape, Boxes]] = {}
-        self.aliases: dict[str, tuple[str, Shape, Boxes]] = {}
+    def _add(self, plan: Plan, rank: int) -> None:
+        kinds = [(item.dtype, item.size, item.offsets, item.sizes) for item in plan.items]
+        firsts = dict(zip(reversed(kinds), reversed(plan.items), strict=True))
+        made = {kind: _item_holding(item, rank) for kind, item in firsts.items()}
+        self._put([item.fqn for item in plan.items], list(map(made.__getitem__, kinds)))
+        self._put(
+            [alias.fqn for alias in plan.aliases],
+            [_alias_holding(alias, rank) for alias in plan.aliases],
+        )
 
-    def add(self, plan: Plan, rank: int) -> None:
-        for item in plan.items:
-            name, dtype, size = item.fqn, item.dtype, item.size
-            if dtype == BLOB and (len(size) != 1 or item.sizes != size or any(item.offsets)):
-                raise IntegrityError(
-                    f"{name!r} is a value of the size {list(size)} at {list(item.offsets)}; "
-                    f"expected one dimension, at 0"
-                )
-            self._put(
-                self.items,
-                name,
-                dtype,
-                size,
-                None if dtype == BLOB else (item.offsets, item.sizes),
-                rank,
-            )
-        for alias in plan.aliases:
-            if alias.fqn.startswith(HIDDEN):
-                raise IntegrityError(f"the alias {alias.fqn!r} has the name of a hidden item")
-            self._put(
-                self.aliases,
-                alias.fqn,
-                alias.dtype,
-                alias.size,
-                ((0,) * len(alias.size), alias.size),
-                rank,
-            )
-        if plan.aliases and (both := self.items.keys() & self.aliases.keys()):
-            raise IntegrityError(f"{min(both)!r} is an item and an alias at once")
-
-    @staticmethod
-    def _put(
-        into: dict[str, tuple[str, Shape, Boxes]],
-        name: str,
-        dtype: str,
-        size: Shape,
-        box: Box | None,
-        rank: int,
-    ) -> None:
-        known = into.get(name)
-        if known is None:
-            into[name] = dtype, size, {box: [rank]}
+    def _put(self, names: list[str], holdings: list[_Holding]) -> None:
+        found = dict(zip(names, holdings, strict=True))
+        if len(found) == len(names) and self.held.keys().isdisjoint(found):
+            self.held.update(found)
             return
-        if known[0] != dtype:
-            raise IntegrityError(
-                f"{name!r} has two dtypes: {known[0]}, and {dtype} in the plan of rank {rank}"
-            )
-        if known[1] != size and dtype != BLOB:
-            raise two_sizes(name, known[1], size)
-        known[2].setdefault(box, []).append(rank)
+        for name, holding in zip(names, holdings, strict=True):
+            if (known := self.held.get(name)) is None:
+                self.held[name] = holding
+            else:
+                self._several.setdefault(name, [known]).append(holding)
 
-    def __getitem__(self, name: str) -> tuple[str, Shape, Boxes]:
-        return self.items[name] if name in self.items else self.aliases[name]
+    def tensors(self) -> list[tuple[str, Shape, set[Box], int]]:
+        """Return the items that are tensors, as `check_alike` takes them."""
+        firsts = dict(zip(reversed(self.held.values()), reversed(self.held), strict=True))
+        return [
+            (firsts[holding], holding.size, set(holding.boxes), count)  # type: ignore[arg-type]
+            for holding, count in Counter(self.held.values()).items()
+            if holding.dtype != BLOB and not holding.is_alias
+        ]
 
-    def get(self, name: str) -> tuple[str, Shape, Boxes] | None:
-        return self.items.get(name) or self.aliases.get(name)
 
-    def a_rank_of(self, name: str) -> int:
-        return next(iter(self[name][2].values()))[0]
+def _item_holding(item: Item, rank: int) -> _Holding:
+    if item.dtype != BLOB:
+        return _Holding(item.dtype, item.size, {(item.offsets, item.sizes): [rank]})
+    if len(item.size) != 1 or item.sizes != item.size or any(item.offsets):
+        raise IntegrityError(
+            f"{item.fqn!r} is a value of the size {list(item.size)} at {list(item.offsets)}; "
+            f"expected one dimension, at 0"
+        )
+    return _Holding(item.dtype, item.size, {None: [rank]})
+
+
+def _alias_holding(alias: Alias, rank: int) -> _Holding:
+    if alias.fqn.startswith(HIDDEN):
+        raise IntegrityError(f"the alias {alias.fqn!r} has the name of a hidden item")
+    whole = (0,) * len(alias.size), alias.size
+    return _Holding(alias.dtype, alias.size, {whole: [rank]}, is_alias=True)
 
 
 _MOST_SPREAD = 1 << 18
@@ -143,8 +163,6 @@ the metadata. More would take many seconds.
 """
 _BYTES_OF_A_PART = 512
 """The most bytes of the entry of a part in a manifest."""
-_USUAL = ({"dtype", "size", "chunks"}, {"dtype", "size", "chunks", "ranks"})
-_FIRST = [0]
 
 
 class _Metadata:
@@ -184,70 +202,62 @@ class _Metadata:
             }
             for mesh in self._meshes
         ]
-        spread: dict[str, tuple[Shape, set[Box]]] = {}
+        if hidden := next((name for name in self._entries if name.startswith(HIDDEN)), ""):
+            raise IntegrityError(
+                f"the metadata have an entry for {hidden!r}, but a name that starts with "
+                f"{HIDDEN!r} is the name of a hidden item, which must not appear in the "
+                f"metadata"
+            )
+        spread: list[tuple[str, Shape, set[Box], int]] = []
+        # Many tensors that are stored alike share their entry, too: it is checked once.
+        alike = defaultdict[tuple[int, int], list[str]](list)
+        held = stored.held.get
         for name, entry in self._entries.items():
-            if name.startswith(HIDDEN):
-                raise IntegrityError(
-                    f"the metadata have an entry for {name!r}, but a name that starts with "
-                    f"{HIDDEN!r} is the name of a hidden item, which must not appear in the "
-                    f"metadata"
-                )
-            if self._is_usual(entry, stored.items.get(name)):
-                continue
-            check_entry(name, entry, self._meshes, self._world_size)
-            size = tuple(entry.get("size", ()))
-            found = stored.get(name)
-            if found is not None and (
-                found[0] != entry["dtype"] or (found[0] != BLOB and found[1] != size)
-            ):
-                raise IntegrityError(
-                    f"the metadata say that {name!r} has the dtype {entry['dtype']} and the size "
-                    f"{list(size)}; rank "
-                    f"{stored.a_rank_of(name)} stores it as {found[0]} of the size {list(found[1])}"
-                )
-            there: Mapping[Box | None, list[int]] = {} if found is None else found[2]
-            places = set[Any]()
-            for box, rank in self._places(entry):
-                if _is_left_out(box, size):
-                    continue
-                places.add(box)
-                if not self._names_ranks and (box in there or len(plans) < self._world_size):
-                    continue
-                if rank in plans and rank not in there.get(box, ()):
-                    raise IntegrityError(
-                        f"the metadata say that rank {rank} stores {_shown(name, box)}; the plan "
-                        f"of that rank has no such item"
-                    )
-            for box, ranks in there.items():
-                if box not in places and not _is_left_out(box, size):
-                    raise IntegrityError(
-                        f"rank {ranks[0]} stores {_shown(name, box)}, which the metadata do not "
-                        f"describe"
-                    )
+            alike[id(held(name)), id(entry)].append(name)
+        for several in alike.values():
+            name, entry = several[0], self._entries[several[0]]
+            places = self._check_entry(name, entry, held(name), plans)
             if len(plans) < self._world_size and "chunks" in entry:
-                spread[name] = size, places
-        if sum(len(places) for _, places in spread.values()) <= _MOST_SPREAD:
-            check_all(spread)
+                spread.append((name, tuple(entry["size"]), places, len(several)))
+        if sum(len(places) * count for _, _, places, count in spread) <= _MOST_SPREAD:
+            check_alike(spread)
 
-    @staticmethod
-    def _is_usual(entry: Described, found: tuple[str, Shape, Boxes] | None) -> bool:
-        """Return True for a sound entry of a tensor that one rank of this node stores
-        whole, as most entries are.
+    def _check_entry(
+        self, name: str, entry: Described, found: _Holding | None, plans: Mapping[int, Plan]
+    ) -> set[Any]:
+        """Compare an entry with what these ranks hold, and return the places of its
+        shards.
         """
-        if (
-            found is None
-            or entry.keys() not in _USUAL
-            or len(chunks := entry["chunks"]) != 1
-            or len(found[2]) != 1
+        check_entry(name, entry, self._meshes, self._world_size)
+        size = tuple(entry.get("size", ()))
+        if found is not None and (
+            found.dtype != entry["dtype"] or (found.dtype != BLOB and found.size != size)
         ):
-            return False
-        size, ranks = tuple(entry["size"]), entry.get("ranks", _FIRST)
-        box = (tuple(chunks[0][0]), tuple(chunks[0][1]))
-        return (
-            (entry["dtype"], size, size) == (found[0], found[1], box[1])
-            and len(ranks) == 1
-            and ranks[0] in found[2].get(box, ())
-        )
+            raise IntegrityError(
+                f"the metadata say that {name!r} has the dtype {entry['dtype']} and the size "
+                f"{list(size)}; rank {found.a_rank} stores it as {found.dtype} of the size "
+                f"{list(found.size)}"
+            )
+        there: Mapping[Box | None, list[int]] = {} if found is None else found.boxes
+        places = set[Any]()
+        for box, rank in self._places(entry):
+            if _is_left_out(box, size):
+                continue
+            places.add(box)
+            if not self._names_ranks and (box in there or len(plans) < self._world_size):
+                continue
+            if rank in plans and rank not in there.get(box, ()):
+                raise IntegrityError(
+                    f"the metadata say that rank {rank} stores {_shown(name, box)}; the plan "
+                    f"of that rank has no such item"
+                )
+        for box, ranks in there.items():
+            if box not in places and not _is_left_out(box, size):
+                raise IntegrityError(
+                    f"rank {ranks[0]} stores {_shown(name, box)}, which the metadata do not "
+                    f"describe"
+                )
+        return places
 
     def _places(self, entry: Described) -> Iterator[tuple[Box | None, int]]:
         """Yield the place of each shard, and its rank.

@@ -195,6 +195,52 @@ def test_aliases_and_transposed_tensors_are_compared(served: Daemon) -> None:
     assert found.same_tensors == 1  # strides are no content
 
 
+def test_many_tensors_at_once_have_the_figures_of_each_alone(
+    served: Daemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Random bits hold NaN and infinities; `same` does not differ, and zeros have no norm."""
+
+    def state(seed: int) -> dict[str, torch.Tensor]:
+        return {
+            f"{str(dtype)[6:]}.{number}": random(dtype, 1 + number, 2, seed=seed + number)
+            for dtype in DTYPES
+            for number in range(4)
+        }
+
+    fixed = {"float32.same": torch.ones(3), "float64.zero": torch.zeros(2, dtype=torch.float64)}
+    large = {"float64.large": torch.tensor([1e300, math.inf], dtype=torch.float64)}
+    other = {"float64.large": torch.tensor([-1e300, 1.0], dtype=torch.float64)}
+    job = saved(
+        served,
+        {**state(10), **fixed, **large},
+        {**state(50), **fixed, "float64.zero": fixed["float64.zero"] + 1, **other},
+    )
+    with ArrayCheckpoint.open(job, 0) as one, ArrayCheckpoint.open(job, 1) as two:
+        together = {found.name: found for found in difference(one, two).tensors}
+        monkeypatch.setattr(array_diff, "_packed", lambda names, a, b: ([], list(names)))
+        alone = difference(one, two)
+    assert together.keys() == {found.name for found in alone.tensors}
+    assert "float32.same" not in together
+    for each in alone.tensors:
+        found = together[each.name]
+        assert found.elements == each.elements, each.name
+        assert (found.non_finite, found.max_abs) == (each.non_finite, each.max_abs), each.name
+        assert found.l2 == pytest.approx(each.l2, rel=1e-12), each.name
+        assert found.relative == (each.relative and pytest.approx(each.relative, rel=1e-12))
+
+
+def test_shards_that_follow_one_another_are_one_piece_of_memory(tmp_path: Path) -> None:
+    assert forge(pieces(), tmp_path, 1)
+    with ArrayCheckpoint.open(tmp_path / "gpt") as found:
+        dtype, shape, ranges = found.placed("w")
+        assert (dtype, shape, len(ranges)) == ("float32", (5, 2), 2)
+        assert found.read(ranges).tobytes() == np.arange(10, dtype="f4").tobytes()
+        assert (
+            found.read([ranges[1], ranges[0]])[:16].tobytes()
+            == np.arange(6, 10, dtype="f4").tobytes()
+        )
+
+
 # -- blocks
 
 

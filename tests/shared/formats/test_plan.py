@@ -546,3 +546,11 @@ def test_a_document_that_cannot_be_read_may_name_no_tensor(change: dict[str, Any
                 {**msgspec.to_builtins(sample_plan(), builtin_types=(bytes,)), **change}
             )
         )
+
+
+def test_tensors_that_are_described_alike_share_an_entry() -> None:
+    entry: Described = {"dtype": "float32", "size": [4], "chunks": [[[0], [4]]]}
+    alike = {name: dict(entry) for name in ("a", "b")} | {"c": {**entry, "size": [5]}}
+    found = Plan.decode(msgspec.structs.replace(sample_plan(), metadata=alike).encode())
+    assert found.metadata == alike
+    assert found.metadata["a"] is found.metadata["b"]

@@ -203,3 +203,22 @@ def test_plans_that_do_not_fit_together_are_refused_by_the_name_of_the_tensor(
 ) -> None:
     with pytest.raises(IntegrityError, match=words):
         check_plans(plans, world_size)
+
+
+def test_an_error_in_one_of_many_tensors_that_are_alike_names_it() -> None:
+    """Tensors of one shape and one entry are checked once, each other one by itself."""
+    names = [f"w{number}" for number in range(5)]
+
+    def made(**odd: Any) -> Plan:
+        whole = plan(*(shard(name, 0, 8) for name in names))
+        entry = described(0)
+        return msgspec.structs.replace(whole, metadata={name: entry for name in names} | odd)
+
+    assert check_plans({0: made()}, 1) == frozenset(names)
+    with pytest.raises(IntegrityError, match="'w3' has the dtype int32"):
+        check_plans({0: made(w3=described(0, dtype="int32"))}, 1)
+    with pytest.raises(IntegrityError, match="'w3'; the plan of that rank has no such item"):
+        check_plans({0: made(w3=described(0, 0))}, 1)
+    short = msgspec.structs.replace(made(), items=[*made().items[:4], shard("w4", 0, 7)])
+    with pytest.raises(IntegrityError, match="w4: only 7 of 8 elements are stored"):
+        check_plans({0: short}, 1)
