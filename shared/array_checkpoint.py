@@ -313,7 +313,7 @@ class ArrayCheckpoint:
         Raises IntegrityError, StorageError.
         """
         places = list(ranges)
-        found = np.empty(sum(length for _, _, length in places), np.uint8)
+        found = bytearray(sum(length for _, _, length in places))
         view, start, end = memoryview(found), 0, 0
         targets = defaultdict[int, list[tuple[int, memoryview]]](list)
         for number, (part, offset, length) in enumerate(places):
@@ -325,7 +325,7 @@ class ArrayCheckpoint:
         with storage_errors("read tensors"):
             for part, wanted in targets.items():
                 scatter(self._parts[part], wanted)
-        return found
+        return np.frombuffer(found, np.uint8)
 
     def rows(self, name: str, start: int, stop: int) -> np.ndarray[Any, Any]:
         """Return the rows `start` to `stop` of a tensor that has a dimension, as a new

@@ -568,7 +568,9 @@ def _differ(a: Array, b: Array, size: int) -> Array:
     """Return which elements of this size in bytes differ."""
     word = np.dtype(f"u{min(size, 8)}")
     words: Array = a.view(word) != b.view(word)
-    return words if size <= 8 else words.reshape(-1, size // 8).any(1)
+    if size > 8:
+        return np.logical_or.reduce(words.reshape(-1, size // 8), axis=1)  # type: ignore[no-any-return]
+    return words
 
 
 def floats(values: Array) -> Array:

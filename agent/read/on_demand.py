@@ -52,6 +52,8 @@ class PartOnDemand:
 
     @property
     def reader(self) -> OpenPart:
+        if (known := self._reader) is not None:
+            return known
         with self._lock:
             if self._reader is None:
                 if self._closed:
@@ -188,8 +190,9 @@ class SavedOnDemand(Saved):
         if any(part.remote for part in self.parts):
             with ThreadPoolExecutor(OPENED_AT_ONCE, "ckptd-open") as threads:
                 list(threads.map(lambda part: part.reader, self.parts))
-        for name in self._all_entries():
-            self.ensure(name)
+        with self._held:
+            for name in self._all_entries():
+                self.ensure(name)
         Saved.check_all_whole(self)
 
     def ensure(self, name: str) -> None:
@@ -197,6 +200,8 @@ class SavedOnDemand(Saved):
 
         Raises IntegrityError if one of them does not have it, OSError.
         """
+        if name in self.shards:  # it is there whole, and most are asked for ten times
+            return
         with self._held:
             if name in self.shards or name in self.aliases or name in self.blobs:
                 return

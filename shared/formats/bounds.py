@@ -14,6 +14,8 @@ from collections.abc import Callable, Collection, Iterable
 from operator import countOf
 from typing import Any
 
+import msgspec
+
 from ckptd.shared.errors import IntegrityError
 
 MAX_OBJECTS = 1 << 23
@@ -108,10 +110,31 @@ def types_of(values: Collection[Any]) -> set[type]:
     Takes little time for a million values, and least if all have the same type.
     """
     for first in values:
+        if type(first) is float and len(values) >= _MANY and _are_floats(values):
+            return {float}
         if countOf(map(type, values), type(first)) == len(values):
             return {type(first)}
         break
     return set(map(type, values))
+
+
+_MANY = 1024
+_FLOAT = b"\xcb"
+
+
+def _are_floats(values: Collection[Any]) -> bool:
+    """Return True if all of these values are floats and nothing else, as in a history of
+    losses. Takes less than half of the time that it takes to call `type` for each.
+    """
+    if type(values) is not list:
+        return False
+    try:
+        encoded = msgspec.msgpack.encode(values)
+    except (TypeError, ValueError, OverflowError, RecursionError):  # values of other types
+        return False
+    # msgpack has a head of 3 or 5 bytes, and 9 bytes for each float.
+    head = len(encoded) - 9 * len(values)
+    return head in (3, 5) and encoded[head::9].count(_FLOAT) == len(values)
 
 
 def is_flat(values: Collection[Any]) -> bool:

@@ -467,3 +467,18 @@ def test_values_are_the_same() -> None:
     assert not is_same({"a": 1}, {"b": 1})
     assert not is_same([1, 2], (1, 2))
     assert not is_same([1, 2], [1])
+
+
+def test_the_types_of_many_values_are_those_of_each() -> None:
+    """A long list of floats is judged by its bytes, which no other list has."""
+    floats = [0.5] * 2000
+
+    class Float(float):
+        pass
+
+    others: list[Any] = [1, None, "x" * 8, b"y" * 7, [0.5], Float(0.5), object(), "\ud800", 1 << 70]
+    assert bounds.types_of(floats) == {float}
+    for other in others:
+        for values in ([*floats, other], [0.5, other, *floats]):
+            assert bounds.types_of(values) == {float, type(other)}
+    assert bounds.types_of(tuple(floats)) == {float}

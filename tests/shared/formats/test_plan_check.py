@@ -212,7 +212,7 @@ def test_an_error_in_one_of_many_tensors_that_are_alike_names_it() -> None:
     def made(**odd: Any) -> Plan:
         whole = plan(*(shard(name, 0, 8) for name in names))
         entry = described(0)
-        return msgspec.structs.replace(whole, metadata={name: entry for name in names} | odd)
+        return msgspec.structs.replace(whole, metadata=dict.fromkeys(names, entry) | odd)
 
     assert check_plans({0: made()}, 1) == frozenset(names)
     with pytest.raises(IntegrityError, match="'w3' has the dtype int32"):
