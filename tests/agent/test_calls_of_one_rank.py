@@ -151,7 +151,7 @@ def test_a_snapshot_and_a_recovery_on_rank_0_only(ranks: Ranks, hasty: Daemon) -
         "rank 1 has not called recover() yet, and rank 0 has waited for 0.3 s: every rank must "
         "call it"
     )
-    assert "rank 1 sent nothing within 2 s" in error
+    assert "rank 1 sent nothing within " in error
     assert "recover()" in error
     error, warning = said(ranks.call(take, 5, only=[0]))
     assert warning.startswith(
