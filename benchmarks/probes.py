@@ -35,6 +35,17 @@ Pairs = list[tuple[float, float]]
 Tensors = dict[str, torch.Tensor]
 CALLS = 5
 CLI = [sys.executable, "-c", "from ckptd.daemon.commands.cli import main; main()"]
+SYNCS = "syncs"
+"""The file that has a byte for each sync of the daemon."""
+COUNTED = f"""
+import os
+log = os.open({SYNCS!r}, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+for name in ("fsync", "fdatasync"):
+    def counted(fd, sync=getattr(os, name)):
+        sync(fd)
+        os.write(log, b".")
+    setattr(os, name, counted)
+"""
 DELTAS = 19
 """Saves of a fine-tuning: the longest chain of deltas, and what is whole before it."""
 
@@ -69,9 +80,11 @@ def agent(*options: str, keep: int = 1) -> Iterator[tuple[Any, Path]]:
     with tempfile.TemporaryDirectory(prefix="ckptd-perf-") as made:
         place = Path(made)
         places = ["--root", f"{place}/root", "--socket", f"{place}/s", "--state-dir", made]
+        python, run, code = CLI
         daemon = subprocess.Popen(
-            [*CLI, "run", *places, "--keep-last", str(keep), *options], stderr=subprocess.DEVNULL
-        )
+            [python, run, COUNTED + code, "run", *places, "--keep-last", str(keep), *options],
+            stderr=subprocess.DEVNULL, cwd=made,
+        )  # fmt: skip
         try:
             while not (place / "s").exists():
                 time.sleep(0.01)
@@ -295,10 +308,13 @@ def memory(count: int, elements: int) -> Row:
 def small() -> Row:
     """Measure a state of one tensor, where all that is not a copy counts."""
     of, row = State.of(1, 1000), Row()
-    with agent("--codec", "raw") as (to, _):
+    with agent("--codec", "raw", keep=0) as (to, place):
         held(of, to, row)
+        before = (place / SYNCS).stat().st_size
         found = snapshots(of, to, of.write, persist=True, calls=2 * CALLS)
+        syncs = (place / SYNCS).stat().st_size - before
         row.figures["durable"] = Figure(found[1:], "plain write")
+        row.figures["syncs of a save"] = Figure([(syncs / len(found), 1.0)], "one sync")
         row.lost = lost(of, to)
     return row
 

@@ -29,6 +29,7 @@ def test_the_spread_of_changes_are_their_quartiles() -> None:
     [
         ("all rounds say so", [1.2, 1.25, 1.3], True),
         ("three of four rounds say so", [0.99, 1.1, 1.2, 1.3], True),
+        ("two of three rounds say so", [0.96, 1.1, 1.2], False),
         ("two of four rounds say so", [0.9, 0.95, 1.1, 1.3], False),
         ("the spread reaches 1", [0.8, 0.99, 1.05, 1.3], False),
         ("a wide spread above 1", [1.01, 1.5, 3.0], True),
