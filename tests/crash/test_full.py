@@ -87,6 +87,10 @@ def full(request: pytest.FixtureRequest, place: Home) -> Iterator[Full]:
         disk.close()
 
 
+OPTIONS = ("--keep-last", "0", "--deltas", "off")
+"""Without deltas, which link files, so that each checkpoint that is deleted makes room."""
+
+
 def let_go(agent: Agent) -> None:
     """End a trainer as SIGKILL would: it sends nothing, and its locks are released."""
     agent._link.client.close()
@@ -98,7 +102,7 @@ def life(full: Full, before: Callable[[], None] = lambda: None) -> None:
 
     Then kill daemon and trainer, and use up the disk.
     """
-    with running(full.place, "--keep-last", "0") as daemon:
+    with running(full.place, *OPTIONS) as daemon:
         agent = Agent(trainers.JOB, socket=full.place.socket)
         for step in (1, 2, 3):
             agent.snapshot(trainers.expected(step, SIZE), step=step).wait("durable", timeout=60)
@@ -135,7 +139,7 @@ def goes_on(full: Full, which: slice) -> None:
     and the next save becomes durable.
     """
     place = full.place
-    with running(place, "--keep-last", "0"):
+    with running(place, *OPTIONS):
         agent, source, step = recover(full)
         assert (source, step) == ("memory", 4)
         # Two checkpoints, because the blocks of one do not suffice for another.
@@ -184,7 +188,7 @@ def test_forget_makes_room_while_no_daemon_runs(full: Full) -> None:
 def test_every_start_on_a_full_disk_succeeds(full: Full) -> None:
     life(full)
     for _ in range(3):
-        with running(full.place, "--keep-last", "0") as daemon:
+        with running(full.place, *OPTIONS) as daemon:
             daemon.kill()
     goes_on(full, slice(0, 2))
 

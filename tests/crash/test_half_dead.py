@@ -408,10 +408,12 @@ def test_all_ranks_pass_over_a_checkpoint_with_one_damaged_part(place: Home, dam
         with start(place) as ranks:
             assert [at_once(ranks, step) for step in (1, 2, 3)] == [True] * 3
             assert ranks.call(trainer.close) == [""] * 4
-        [part] = (place.root / JOB / names.tag_directory(3, None, 1)).glob(f"*{damaged:05d}*")
-        data = bytearray(part.read_bytes())
+        files = (place.root / JOB / names.tag_directory(3, None, 1)).glob(f"*{damaged:05d}*")
+        file = max(files, key=lambda file: file.stat().st_size)
+        data = bytearray(file.read_bytes())
         data[len(data) // 3] ^= 1
-        part.write_bytes(data)
+        file.unlink()  # and no other checkpoint that has a link to it
+        file.write_bytes(data)
         with start(place) as ranks:
             for step, source, passed_over, differences in ranks.call(trainer.recover, 2):
                 assert (step, source, differences) == (2, "storage", [])
