@@ -115,6 +115,8 @@ def take(fd: int, length: int) -> int:
                     os.posix_fallocate(fd, page, 1)  # a huge page is made where a page is
                 if error := advise(address + taken, piece, _COLLAPSE):
                     raise OSError(error, os.strerror(error))
+                # The pages stay in the file, and no longer count as memory of this process.
+                advise(address + taken, piece, mmap.MADV_DONTNEED)
                 taken += piece
         finally:
             unmap(address, whole)

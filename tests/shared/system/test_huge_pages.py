@@ -93,9 +93,21 @@ def test_a_file_that_cannot_be_mapped_leaves_no_memory_reserved(file: int) -> No
 @pytest.fixture
 def kernel(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
     """A clock, and the seconds that the kernel takes for each piece of huge pages."""
-    of = {"now": 0.0, "seconds": 0.0, "pieces": 0, "refused from": 1e9}
+    of = {
+        "now": 0.0,
+        "seconds": 0.0,
+        "pieces": 0,
+        "refused from": 1e9,
+        "mapped": 0,
+        "most mapped": 0,
+    }
 
     def advise(address: int, length: int, advice: int) -> int:
+        if advice == mmap.MADV_DONTNEED:
+            of["mapped"] -= length
+            return 0
+        of["mapped"] += length
+        of["most mapped"] = max(of["most mapped"], of["mapped"])
         of["now"] += of["seconds"]
         of["pieces"] += 1
         return errno.ENOMEM if of["pieces"] > of["refused from"] else 0
@@ -112,6 +124,7 @@ PIECE = huge_pages._PIECE << 21
 def test_all_pages_that_the_kernel_has_are_taken(file: int, kernel: dict[str, float]) -> None:
     assert huge_pages.take(file, 4 * PIECE + 100) == 4 * PIECE
     assert os.fstat(file).st_size == 4 * PIECE + 100
+    assert kernel["most mapped"] == PIECE, "the file does not count as memory of this process"
 
 
 def test_no_more_are_taken_from_a_kernel_that_is_slow(file: int, kernel: dict[str, float]) -> None:
