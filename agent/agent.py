@@ -527,7 +527,7 @@ class Agent:
                 if layout is None
                 else layout.plan.data_length + len(layout.document)
             )
-            # NumPy loads its generators now, which would take longer than the first snapshot.
+            # This also has NumPy load its generators, so that the first snapshot need not wait.
             values = len(values_document(captured, rng=True))
             self._rng_room = max(self._rng_room, values - captured.encoded_bytes)
             room = (

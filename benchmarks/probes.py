@@ -197,7 +197,7 @@ class Trained(State):
 
 
 class Tuned(State):
-    """Weights in bf16, of which 1 % of the words change by a bit at each step."""
+    """Weights in bf16. At each step, 1 % of the words change by a bit."""
 
     def __init__(self, megabytes: int) -> None:
         torch.manual_seed(0)
@@ -504,7 +504,7 @@ def encoders(megabytes: int) -> Row:
 
 
 def frozen(megabytes: int) -> Row:
-    """Measure saves of a state that has changed, and of one of which 1 % has changed."""
+    """Measure saves of a state that has changed as a whole, and of one that has changed by 1 %."""
     of, row, known = State.of(100, megabytes * 2500), Row(), set[int]()
     with agent("--codec", "raw", keep=2) as (to, place):
         to.prepare(of.tensors)

@@ -148,8 +148,8 @@ class Config:
     """
     deltas: str = "auto"
     """Storage of tensors that change little: `auto` stores chunks as deltas of the
-    checkpoint before where they are durable sooner then, `small` where they become
-    smaller, `off` stores all chunks whole. Needs link_unchanged.
+    checkpoint before where they are durable as soon, `small` where they become smaller,
+    `off` stores all chunks whole. Needs link_unchanged.
     """
     foreign_memory: str = "refuse"
     """The treatment of snapshots in memory that were saved for another root than this

@@ -4,7 +4,6 @@ of each tensor, and the sources that have them.
 
 from __future__ import annotations
 
-import itertools
 import re
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -26,7 +25,7 @@ from ckptd.shared.formats.coverage import check_alike, check_cover, two_dtypes, 
 from ckptd.shared.formats.part import ChunkSource
 from ckptd.shared.formats.plan import BLOB, HIDDEN, Alias, Item, Writer, c_order
 from ckptd.shared.formats.scatter import ReadTarget, scatter
-from ckptd.shared.formats.sharding import Box, Shape
+from ckptd.shared.formats.sharding import Box
 from ckptd.shared.system.collector import paused_collector
 
 
@@ -264,15 +263,15 @@ class Saved:
 
     def check_all_whole(self) -> None:
         """Raise IntegrityError if the shards of any tensor have holes or overlap."""
-        tensors, whole = list[tuple[str, Shape, set[Box], int]](), dict[str, Shard]()
+        whole, divided = list[str](), list[str]()
         for name, shards in self.shards.items():
-            if len(shards) == 1 and shards[0].item.sizes == shards[0].item.size:
-                whole[name] = shards[0]
-            else:
-                tensors.append((name, *self._boxes(name), 1))
-        for name in itertools.islice(whole, 1):  # they need no check, but count as shards
-            tensors.append((name, *self._boxes(name), len(whole)))
-        check_alike(tensors)
+            alone = len(shards) == 1 and shards[0].item.sizes == shards[0].item.size
+            (whole if alone else divided).append(name)
+        # One check for all that are whole. Their number allows more work on the others.
+        check_alike(
+            [(name, *self._boxes(name), 1) for name in divided]
+            + [(name, *self._boxes(name), len(whole)) for name in whole[:1]]
+        )
         self._checked.update(self.shards)
 
     def _boxes(self, name: str) -> tuple[tuple[int, ...], set[Box]]:

@@ -121,7 +121,7 @@ class SlotSource:
         place, mapped = self.ranges[number], self._mapped
         if mapped is not None:
             begin = self.header.data_offset + place.offset
-            # In one go, and before other threads send it. Where that fails, the send fails.
+            # Map all pages at once, before other threads send them. If this fails, so does send(2).
             advise(ctypes.addressof(mapped) + begin, place.length, MADV_POPULATE_READ)
             return torch.frombuffer(mapped, dtype=torch.uint8, offset=begin, count=place.length)
         data = bytearray(place.length)

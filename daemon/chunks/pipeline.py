@@ -156,7 +156,7 @@ class Pipeline:
         At most `at_once` threads work on the part, by default all. Chunks that change
         little are stored as deltas of the part `before`, as long as `base_slot` holds
         the bytes of that part, with at most `most_deltas` deltas in a chain: where the
-        part is durable sooner then, or with `for_bytes` where it becomes smaller.
+        part is durable as soon, or with `for_bytes` where it becomes smaller.
 
         `wait_for_checks` returns the checksums of the seal, or waits for `checksum` to
         compute them. `written` is called on the event loop with the raw bytes of each
@@ -301,7 +301,7 @@ class Pipeline:
         """Return the expected length of the delta of each chunk that is worth one, as a
         fraction of that of the chunk, by its number; and the offsets of the other chunks.
 
-        `speeds`: those at which the delta must be durable sooner than the whole chunk, or
+        `speeds`: those at which the delta must be durable as soon as the whole chunk, or
         None if it need only be smaller.
 
         Of the chunks that were not worth a delta in the part `before`, only each eighth

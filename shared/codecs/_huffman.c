@@ -52,7 +52,7 @@ static unsigned highest_bit(uint32_t number)
     return 31u - (unsigned)__builtin_clz(number);
 }
 
-/* Adds the bytes to the counts, or one line in `one_in`. The line is drawn anew each time, since columns of a tensor may repeat. */
+/* Adds the bytes to the counts, or one line in `one_in`. Each time another of the lines is drawn, since columns of a tensor may repeat. */
 static void count(const uint8_t *bytes, size_t length, uint32_t one_in, uint32_t *counts)
 {
     uint32_t found[STREAMS][256] = {{0}};
@@ -72,7 +72,7 @@ static void count(const uint8_t *bytes, size_t length, uint32_t one_in, uint32_t
         counts[byte] += found[0][byte] + found[1][byte] + found[2][byte] + found[3][byte];
 }
 
-/* Counts the bytes of a group, of which a longer one is sampled. Bytes near those that were found get a code, too: they are likely to be in the
+/* Counts the bytes of a group. A longer group is sampled. Bytes near those that were found get a code, too: they are likely to be in the
  * rest. So do bytes that had one before. */
 static void count_group(const uint8_t *group, size_t length, uint32_t *counts)
 {

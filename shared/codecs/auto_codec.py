@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from ckptd.shared.codecs.planes import Planes
-from ckptd.shared.codecs.speeds import WEIGHT, ByteTime
+from ckptd.shared.codecs.speeds import LEAST, WEIGHT, ByteTime
 
 _MARGIN = 1.5
 """The least ratio of the time of a write to that of encoding, which also takes a core
@@ -31,10 +31,6 @@ _FORGET = 0.995
 """The factor by which the remembered time of encoding counts less with each chunk that
 is not encoded, so that it is measured again: after 220 chunks where encoding takes three
 times as long as it may.
-"""
-_LEAST_WRITE = 1 << 18
-"""The least bytes of a write that is measured. The time of a shorter one says little
-about the speed of the storage.
 """
 
 
@@ -88,5 +84,5 @@ class Auto:
         finally:
             with self._lock:
                 self._writes -= 1
-                if nbytes >= _LEAST_WRITE:
+                if nbytes >= LEAST:
                     self._writing.add(self._clock() - begun, nbytes)

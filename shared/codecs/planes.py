@@ -43,8 +43,8 @@ _WORTH = 0.97
 would cost more than it saves.
 """
 _REPETITIVE = 0.9
-"""A plane is searched for matches if a sample then takes less than this share of what
-is left of it without.
+"""A plane is searched for matches if a sample takes less than this share of the bytes
+that it takes without matches.
 """
 _WINDOW_LOG = 17
 _Compressor = Callable[[memoryview, memoryview], int | None]
@@ -64,7 +64,6 @@ def word_size(element_size: int) -> int:
 class Contexts(threading.local):
     """The zstd contexts of one thread, since zstandard does not allow threads to share
     a context.
-
     """
 
     def __init__(self) -> None:

@@ -18,7 +18,7 @@ MOST_IN_VAIN = 0.03
 """The most time that attempts at deltas may take in vain, as a share of the time that
 the part takes whole.
 """
-_LEAST = 1 << 18
+LEAST = 1 << 18
 """The least bytes of a chunk or of a write that is measured. The time of a shorter one
 says little about a speed.
 """
@@ -107,7 +107,7 @@ class Speeds:
         """Count a chunk of `nbytes` that was encoded. `shrunk`: False if it is stored as
         it is.
         """
-        if nbytes >= _LEAST:
+        if nbytes >= LEAST:
             with self._lock:
                 self._whole.add(spent.seconds, nbytes)
                 if shrunk:
@@ -117,13 +117,13 @@ class Speeds:
         """Count a delta of a chunk of `nbytes` that lists this share of its words."""
         with self._lock:
             expected = nbytes * self._encoding.seconds_per_byte * _work(listed)
-            if nbytes >= _LEAST and expected:
+            if nbytes >= LEAST and expected:
                 self._correction += (spent.seconds / expected - self._correction) * WEIGHT
 
     @contextmanager
     def writing(self, nbytes: int) -> Iterator[None]:
         """Context manager. Held while `nbytes` are written to the storage."""
-        counts = nbytes >= _LEAST
+        counts = nbytes >= LEAST
         with self._lock:
             if counts and not self._writes:
                 self._since = self._clock()

@@ -143,8 +143,8 @@ def check_all(tensors: Mapping[str, tuple[Shape, set[Box]]]) -> None:
 
 
 def check_alike(tensors: Sequence[tuple[str, Shape, set[Box], int]]) -> None:
-    """Do the same for tensors of which some are alike: each entry has the name of the
-    first of them, their size, their shards, and how many they are.
+    """Do the same for groups of tensors that are alike: each entry has the name of the
+    first tensor, the size and the shards of each, and the number of tensors.
     """
     effort = Effort(sum(len(boxes) * count for _, _, boxes, count in tensors))
     for name, size, boxes, effort.tensors in tensors:

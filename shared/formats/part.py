@@ -243,8 +243,8 @@ class PartReader:
     is the number of deltas in the longest chain, 0 if no chunk is a delta. `open_file`
     opens a file by its name beside the part. A data file is opened each time that a
     chunk is read from it, and closed afterwards, because there may be many. Remote
-    files, which take no descriptor, stay open, and so do files of a part with deltas,
-    most of which hold a little of every chunk. Without `open_file`, data files count as
+    files, which take no descriptor, stay open. So do the files of a part with deltas,
+    because each of them has a little of every chunk. Without `open_file`, data files count as
     missing.
 
     Raises IntegrityError or NewerFormat, with `name` in the error text, or OSError.

@@ -18,6 +18,7 @@ import torch
 from ckptd.agent import Agent
 from ckptd.agent.copy.mapping import map_segment, present
 from ckptd.shared.errors import IntegrityError
+from ckptd.shared.system.huge_pages import _map
 from tests.support.daemons import Daemon, Home
 
 SIZE = 1 << 20
@@ -165,22 +166,10 @@ def test_a_child_that_lets_go_keeps_memory_of_its_own_at_that_address(segment: i
 
     def work() -> bool:
         address = ctypes.addressof(kept[0])
-        libc = ctypes.CDLL(None, use_errno=True)
-        libc.mmap.restype = ctypes.c_void_p
-        libc.mmap.argtypes = [
-            ctypes.c_void_p,
-            ctypes.c_size_t,
-            ctypes.c_int,
-            ctypes.c_int,
-            ctypes.c_int,
-            ctypes.c_long,
-        ]
-        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_FIXED_NOREPLACE
-        if (
-            is_mapped(address)
-            or libc.mmap(address, SIZE, mmap.PROT_READ | mmap.PROT_WRITE, flags, -1, 0) != address
-        ):
+        if is_mapped(address):
             return False
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_FIXED_NOREPLACE
+        assert _map(address, SIZE, mmap.PROT_READ | mmap.PROT_WRITE, flags, -1) == address
         ctypes.memset(address, 5, SIZE)
         kept.clear()
         gc.collect()
