@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 
 from ckptd.agent.copy.checked_copy import copy_bytes, copy_out
-from ckptd.agent.copy.mapping import MADV_POPULATE_READ, map_segment
+from ckptd.agent.copy.mapping import map_segment
 from ckptd.shared.errors import IntegrityError, PeerLost
 from ckptd.shared.formats.part import PartReader
 from ckptd.shared.formats.plan import Plan, chunk_ranges, with_values
@@ -26,7 +26,6 @@ from ckptd.shared.formats.segment import (
     read_header,
 )
 from ckptd.shared.formats.snapshot_request import SnapshotRequest
-from ckptd.shared.system.huge_pages import advise
 
 log = logging.getLogger("ckptd.agent")
 
@@ -121,8 +120,6 @@ class SlotSource:
         place, mapped = self.ranges[number], self._mapped
         if mapped is not None:
             begin = self.header.data_offset + place.offset
-            # Map all pages at once, before other threads send them. If this fails, so does send(2).
-            advise(ctypes.addressof(mapped) + begin, place.length, MADV_POPULATE_READ)
             return torch.frombuffer(mapped, dtype=torch.uint8, offset=begin, count=place.length)
         data = bytearray(place.length)
         read_data(self._fd, self.header, place.offset, place.length, memoryview(data))
