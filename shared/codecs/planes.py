@@ -230,10 +230,13 @@ class Planes:
             planes = [memoryview(bytearray(length)) for _ in range(width)]
             _split(raw[start * width : (start + length) * width], planes)
             for number, plane in enumerate(planes):
-                entropy, runs, matches = (
+                runs, matches = (
                     compress(plane, room) or length
-                    for compress in (contexts.entropy, contexts.runs, contexts.matches)
+                    for compress in (contexts.runs, contexts.matches)
                 )
+                if runs == matches == length:  # nor does a code of Huffman, which takes longer
+                    continue
+                entropy = contexts.entropy(plane, room) or length
                 if matches < _REPETITIVE * min(entropy, runs):
                     found[number] = contexts.matches
                 elif found[number] != contexts.matches and runs < _REPETITIVE * entropy:
