@@ -7,12 +7,12 @@ overlap with forward and backward. Writes to all other sources are held back at 
 the caller's stream waits for their copies. The training waits on its streams only,
 never on the CPU.
 
-The version counters of the tensors show whether anything else wrote to a late source.
-If so, the snapshot fails, and from then on writes to every source are held back at
-once. Tensors over the same memory may have counters of their own: an operation on a
-DTensor does not raise that of the local tensor, nor one on a flat parameter those of
-the parameters that lie in it. So the counters of all tensors over this memory are
-compared, as far as the state and the optimizers have them.
+The version counters of the tensors show whether anything else wrote to a late source
+before the step of its own optimizer. If so, the snapshot fails, and from then on writes
+to every source are held back at once. Tensors over the same memory may have counters of
+their own: an operation on a DTensor does not raise that of the local tensor, nor one on
+a flat parameter those of the parameters that lie in it. So the counters of all tensors
+over this memory are compared, as far as the state and the optimizers have them.
 
 Only the streams know that the copies read this memory. So the storages of the sources
 are kept until the copies are done: `tensor.data = other` would free the memory, and
@@ -26,7 +26,7 @@ import logging
 import threading
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -47,18 +47,20 @@ class Transfer:
     marks: a point behind each group of copies, with its lane. sources: the tensors that
     are copied, kept alive until the copies are done, and `memory` their storages. late:
     the marks that the next step of an optimizer waits for. versions: the late sources
-    and the other tensors over their memory, with their version counters from when their
-    copies were enqueued. places: the storages of the late sources, with their addresses
-    then. torn: True if a source may have changed while it was copied.
+    and the other tensors over their memory, with their version counters and the addresses
+    of their storages from when their copies were enqueued. places: the storages of the
+    late sources, with their addresses then. Both have only the memory to which no ordered
+    write was announced so far. torn: the reason why a source may have changed while it was
+    copied, or "".
     """
 
     marks: list[tuple[Lane, Mark]] = field(default_factory=list)
     sources: list[torch.Tensor] = field(default_factory=list)
     memory: list[torch.UntypedStorage] = field(default_factory=list)
     late: list[tuple[Lane, Mark]] = field(default_factory=list)
-    versions: list[tuple[torch.Tensor, int]] = field(default_factory=list)
+    versions: list[tuple[torch.Tensor, int, int]] = field(default_factory=list)
     places: list[tuple[torch.UntypedStorage, int]] = field(default_factory=list)
-    torn: bool = False
+    torn: str = ""
 
     def joined(self, other: Transfer) -> Transfer:
         """Add the marks of a transfer without late copies to this one, and return this
@@ -142,17 +144,18 @@ class Fences:
             others |= {id(tensor): tensor for tensor in captured}
             for source in sources:
                 others.pop(id(source), None)
+            transfer.versions = [(sources[n], sources[n]._version, addresses[n]) for n in numbers]
             transfer.versions += [
-                (tensor, tensor._version)
+                (tensor, tensor._version, place)
                 for tensor in others.values()
-                if _storage(tensor) in held and not tensor.is_inference()
+                if (place := _storage(tensor)) in held and not tensor.is_inference()
             ]
             with self._lock:
                 self._under_way.append(transfer)
             for module in modules:
                 if module not in self._modules:
                     self._modules[module] = module.register_load_state_dict_pre_hook(
-                        _LoadHook(self.hold_back)
+                        _LoadHook(self._before_load)
                     )  # type: ignore[no-untyped-call]
         return transfer
 
@@ -175,7 +178,6 @@ class Fences:
                     lane.hold_back(transfer.marks[-1][1])
                 else:
                     transfer.late.append(transfer.marks[-1])
-                    transfer.versions += [(sources[n], sources[n]._version) for n in numbers]
 
     def beside(self, device: torch.device, work: Callable[[], None]) -> Transfer:
         """Run work that reads tensors, in the lane of a device, and return its
@@ -210,8 +212,7 @@ class Fences:
         if transfer.torn:
             self._may_wait = False
             raise SnapshotFailed(
-                "something other than its optimizer wrote to a parameter while it was being "
-                "copied, or freed its memory; from now on, training waits for every copy at once"
+                f"{transfer.torn}; from now on, training waits for every copy at once"
             )
 
     def everything(self) -> Transfer:
@@ -249,14 +250,7 @@ class Fences:
             if optimizer not in self._graphed and not any(
                 group.get("capturable") for group in optimizer.param_groups
             ):
-                tensors = [p for group in optimizer.param_groups for p in group["params"]]
-                tensors += [
-                    v
-                    for state in optimizer.state.values()
-                    for v in state.values()
-                    if isinstance(v, torch.Tensor)
-                ]
-                for tensor in tensors:
+                for tensor in _tensors(optimizer):
                     found[_storage(tensor)].append(tensor)
         found.pop(_NOWHERE, None)
         return found
@@ -278,43 +272,57 @@ class Fences:
                 # A stream that is being captured cannot wait, and the graph may be
                 # replayed before the copies are done.
                 for transfer in self._under_way:
-                    transfer.torn = True
+                    if not transfer.done():
+                        transfer.torn = transfer.torn or _CAPTURED_STEP
         else:
-            self.hold_back()
+            self._hold_back(lambda: _tensors(optimizer))
 
-    def hold_back(self) -> None:
+    def _before_load(self, module: torch.nn.Module) -> None:
+        self._hold_back(lambda: [*module.parameters(), *module.buffers()])
+
+    def _hold_back(self, written: Callable[[], Iterable[torch.Tensor]]) -> None:
         """Make the current streams of this thread wait for all late copies that are
         still under way. May run on any thread.
+
+        `written` returns the tensors that are about to be written to on these streams.
+        Whatever is written to them later comes behind this write, so they are no longer
+        watched. The others are: another stream may write to them, which does not wait.
         """
         if self._under_way:
             with self._lock:
+                ordered = set(map(_storage, written()))
                 for transfer in list(self._under_way):  # a signal handler may change it
-                    self._check(transfer)
+                    self._check(transfer, ordered)
                     for lane, mark in transfer.late:
                         lane.hold_back(mark)
 
-    def _check(self, transfer: Transfer) -> None:
-        """Mark the transfer as torn if a late source was written to, or its memory was
-        freed, before it was held back for the first time.
+    def _check(self, transfer: Transfer, ordered: Container[int] | None = None) -> None:
+        """Mark the transfer as torn if a late source that is still watched was written to,
+        or its memory was freed.
 
-        Later calls find nothing to check: writes after that first time are ordered
-        behind the copies.
+        The storages at the addresses in `ordered` are no longer watched, and without that
+        argument, none is.
         """
-        written = any(tensor._version != version for tensor, version in transfer.versions)
-        freed = any(storage.data_ptr() != address for storage, address in transfer.places)
-        transfer.versions.clear()
-        transfer.places.clear()
-        transfer.torn = transfer.torn or written or freed
+        if any(tensor._version != version for tensor, version, _ in transfer.versions) or any(
+            storage.data_ptr() != address for storage, address in transfer.places
+        ):
+            transfer.torn = transfer.torn or _WRITTEN
+        transfer.versions = [
+            known for known in transfer.versions if ordered is not None and known[2] not in ordered
+        ]
+        transfer.places = [
+            known for known in transfer.places if ordered is not None and known[1] not in ordered
+        ]
 
 
 class _LoadHook:
-    """A hook of a module that calls `call` before a state dict is loaded."""
+    """A hook of a module that calls `call` with the module before a state dict is loaded."""
 
-    def __init__(self, call: Callable[[], None]) -> None:
+    def __init__(self, call: Callable[[torch.nn.Module], None]) -> None:
         self._call = call
 
-    def __call__(self, *_: Any) -> None:
-        self._call()
+    def __call__(self, module: torch.nn.Module, *_: Any) -> None:
+        self._call(module)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Replace this hook, in copies and pickles of its module, by a function that does
@@ -324,6 +332,27 @@ class _LoadHook:
 
 
 _NOWHERE = 0
+_WRITTEN = (
+    "something other than its optimizer wrote to a parameter while it was being copied, or freed "
+    "its memory"
+)
+_CAPTURED_STEP = (
+    "the step of an optimizer was captured into a CUDA graph while parameters were being copied, "
+    "and a replay of the graph does not wait for the copies"
+)
+
+
+def _tensors(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """Return the parameters of an optimizer, and the tensors of its state."""
+    return [
+        *(p for group in optimizer.param_groups for p in group["params"]),
+        *(
+            v
+            for state in optimizer.state.values()
+            for v in state.values()
+            if isinstance(v, torch.Tensor)
+        ),
+    ]
 
 
 def _storage(tensor: torch.Tensor) -> int:

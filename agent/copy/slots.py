@@ -125,15 +125,17 @@ class MappedSlots:
             return False
         if preparing.error is not None:
             raise preparing.error
-        return self._will_do(needed, device) or self.ensure(needed, deadline, device)
+        # A slot that is lost meanwhile is replaced by the next call: it may be lost again.
+        return self._fits(needed, device) or self.ensure(needed, deadline, device)
 
     def _will_do(self, needed: int, device: torch.device | None) -> bool:
-        room = min((slot.header.capacity for slot in self._slots.values()), default=-1)
         # With fewer slots than it has made, the daemon would skip every snapshot: the
         # last one holds the newest snapshot.
-        return (
-            room >= needed and not self._some_lost and (device is None or self._device is not None)
-        )
+        return not self._some_lost and self._fits(needed, device)
+
+    def _fits(self, needed: int, device: torch.device | None) -> bool:
+        room = min((slot.header.capacity for slot in self._slots.values()), default=-1)
+        return room >= needed and (device is None or self._device is not None)
 
     def _begin(
         self, needed: int, layout: Layout | None, device: torch.device | None
@@ -144,8 +146,9 @@ class MappedSlots:
         capacity, count = needed + needed // 64 + _SLACK, self.count or self._client.welcome.slots
         self._device, self._some_lost = device or self._device, False
         self._preparing = preparing = Preparation(
-            self._client, capacity, count, self._slots, layout, self._device, self.outgrown
-        )
+            self._client, capacity, count, self._slots, layout, self._device, self.outgrown,
+            self._note_lost,
+        )  # fmt: skip
         # Only once it is stored: after Ctrl-C, no thread may replace slots that later
         # calls do not know of.
         preparing.start()
@@ -162,7 +165,10 @@ class MappedSlots:
                 "is lost"
             )
             self._slots.pop(name).close_descriptors()
-            self._some_lost = True
+            self._note_lost()
+
+    def _note_lost(self) -> None:
+        self._some_lost = True
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait until no slots are being allocated, faulted in or locked, and return True.
@@ -267,7 +273,9 @@ class Preparation:
         layout: Layout | None = None,
         device: torch.device | None = None,
         outgrown: Callable[[MappedSlot], None] = lambda slot: None,
+        lost: Callable[[], None] = lambda: None,
     ) -> None:
+        """lost: called, on another thread, when a slot that was made cannot be used."""
         self.allocated = Flag()
         self.error: CkptdError | None = None
         self._begun = time.monotonic()
@@ -277,7 +285,7 @@ class Preparation:
         self._slots = slots
         self._layout = layout
         self._device, self._node = device, home_node(device)
-        self._outgrown = outgrown
+        self._outgrown, self._lost = outgrown, lost
         self._started, self._over = threading.Lock(), Flag()
         self._made: list[MappedSlot] = []
         self._descriptors: Sequence[Descriptor] = ()
@@ -351,6 +359,7 @@ class Preparation:
             except CkptdError as error:
                 log.error("a slot cannot be used: %s", error)
                 self._slots.pop(slot.name, None)
+                self._lost()
                 slot.close_descriptors()  # so that a snapshot that is using it fails
             else:
                 if self._layout is not None:

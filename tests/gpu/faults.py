@@ -93,18 +93,18 @@ def the_call_takes_long(rig: Rig) -> None:
 
 def no_versions(rig: Rig) -> None:
     """The version counters of the tensors are not compared."""
-    change(Fences, "_check", lambda self, transfer: None)
+    change(Fences, "_check", lambda self, transfer, ordered=None: None)
 
 
 def local_versions(rig: Rig) -> None:
     """The counters of DTensors are not compared, only those of their local tensors."""
     original = Fences._check
 
-    def check(self: Fences, transfer: Transfer) -> None:
+    def check(self: Fences, transfer: Transfer, *ordered: Any) -> None:
         transfer.versions[:] = [
-            pair for pair in transfer.versions if not isinstance(pair[0], DTensor)
+            known for known in transfer.versions if not isinstance(known[0], DTensor)
         ]
-        original(self, transfer)
+        original(self, transfer, *ordered)
 
     change(Fences, "_check", check)
 

@@ -436,6 +436,11 @@ def test_a_slot_that_the_device_would_not_write_to_is_dropped(
         [True, True, False, False],
     )
     assert caplog.messages == ["a slot cannot be used: still locked"]
+    # The daemon would skip every snapshot: the other slot holds the newest one.
+    assert not slots.fit(10)
+    assert slots.ensure(10, FAR, CUDA)
+    slots.wait()
+    assert slots.names == ["2.seg", "3.seg"]
 
 
 # -- Ctrl-C and forks
