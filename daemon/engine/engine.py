@@ -224,6 +224,7 @@ class Engine:
         job.world_size = world_size
         job.node = node
         job.answer = Answer()
+        job.changed.notify()
         log_events.ATTEMPT_BEGUN.log(
             log, "job %s: attempt %d begins with %s, %d here",
             job.name, attempt, count_text(world_size, "rank"), len(job.ranks_here),
@@ -460,16 +461,18 @@ class Engine:
         Raises SnapshotFailed if it cannot be.
         """
         job = self._current(owner)
-        while any(
-            s.attempt == owner.attempt
-            and s.state is SnapshotState.FILLING
-            and owner.rank in s.seals
-            for s in job.snapshots
-        ):
-            # Until the other ranks have sealed the steps that this rank has sealed, or
-            # these steps have failed.
-            job.moved.clear()
-            await job.moved.wait()
+        # Until the other ranks have sealed the steps that this rank has sealed, or these
+        # steps have failed.
+        await job.changed.wait_until(
+            lambda: (
+                not any(
+                    s.attempt == owner.attempt
+                    and s.state is SnapshotState.FILLING
+                    and owner.rank in s.seals
+                    for s in job.snapshots
+                )
+            )
+        )
         newest = job.newest_in_memory()
         if (
             newest is None

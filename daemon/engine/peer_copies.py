@@ -123,10 +123,12 @@ class PeerCopies:
                 del job.receiving[segment]
         until = asyncio.get_running_loop().time() + WAIT_SECONDS
         try:
-            while (slot := await self._segment(job, request)) is None:
-                job.moved.clear()
+            while True:
+                seen = job.changed.count
+                if (slot := await self._segment(job, request)) is not None:
+                    break
                 async with asyncio.timeout_at(until):
-                    await job.moved.wait()
+                    await job.changed.news_after(seen)
         except TimeoutError:
             held = sorted(key[1] for key, _ in self._used(job, rank).values())
             return (
@@ -261,7 +263,7 @@ class PeerCopies:
         """Take back a segment into which no copy will be received."""
         job = self._catalog.job(owner.job)
         job.receiving.pop(segment, None)
-        job.moved.set()
+        job.changed.notify()
 
     # -- memory is freed
 

@@ -24,9 +24,7 @@ from ckptd.shared.wire.lifecycle import SnapshotState
 MOST_WAITING = 64
 """The most readers that wait for a later snapshot at the same time."""
 _LOOK_SECONDS = 1.0
-"""The longest time between two looks at a job: not everything that makes a later
-checkpoint known sets `Job.moved`.
-"""
+"""The time between two looks for a job that the daemon does not know yet."""
 NOTHING: Key = (0, -1)
 """The key of a reader that has no snapshot yet: every snapshot is later."""
 
@@ -104,13 +102,12 @@ class Readers:
             left = deadline - asyncio.get_running_loop().time()
             if left <= 0:
                 return None
-            await self._wait(job, left)
+            await self._wait(job, after, damaged, left)
 
-    async def _wait(self, job: Job | None, seconds: float) -> None:
-        """Wait until something has happened in the job, or for at most so long.
-
-        What is not known yet is looked for again after a short time.
-        """
+    async def _wait(
+        self, job: Job | None, after: Key, damaged: Collection[Key], seconds: float
+    ) -> None:
+        """Wait until there may be a later snapshot in the job, or for at most so long."""
         if self._waiting >= MOST_WAITING:
             raise Busy(
                 f"{MOST_WAITING} readers wait for snapshots already, the most that one daemon "
@@ -120,12 +117,8 @@ class Readers:
         try:
             if job is None:
                 await asyncio.sleep(min(seconds, _LOOK_SECONDS))
-                return
-            job.moved.clear()
-            async with asyncio.timeout(min(seconds, _LOOK_SECONDS)):
-                await job.moved.wait()
-        except TimeoutError:
-            pass
+            else:
+                await job.changed.wait_until(lambda: newest(job, after, damaged), seconds)
         finally:
             self._waiting -= 1
 

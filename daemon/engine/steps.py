@@ -77,7 +77,7 @@ class Steps:
                         job.step(key).end_wait()
                         if job.node is None:
                             job.step(key).unwatch()
-                        job.moved.set()
+                        job.changed.notify()
                     case d.Move(key, event):
                         self._move(job, self._snapshot(job, key), event)
                     case d.Fail(key, code, reason):
@@ -127,7 +127,7 @@ class Steps:
             self.save_unasked(snapshot, "another node is being drained")
         self.perform(job, holdings.missing(job, before))
         self.release_replaced(job)
-        job.moved.set()
+        job.changed.notify()
 
     @staticmethod
     def _snapshot(job: Job, key: Key) -> Snapshot:
@@ -140,6 +140,7 @@ class Steps:
         if event is Event.SEAL:
             job.sealed, job.unsealed = max(job.sealed, snapshot.key), 0
             self.counters["sealed"] += 1
+            job.changed.notify()
 
     def _fail(self, job: Job, step: Step, code: str, reason: str) -> None:
         self.count_failure(job, step.number, reason)
@@ -160,7 +161,7 @@ class Steps:
             slot.outgrown or not job.ranks.has(slot.header.attempt, slot.header.rank)
         ):
             self._slots.release(slot)
-        job.moved.set()
+        job.changed.notify()
 
     def _release(self, job: Job, step: Step) -> None:
         snapshot, step.snapshot = step.snapshot, None
@@ -207,7 +208,7 @@ class Steps:
         for slot in self._slots.of(*owner.identity):
             if job.step_in(slot.name) is None:
                 self._slots.release(slot)
-        job.moved.set()
+        job.changed.notify()
 
     def count_failure(self, job: Job, step: int | None, reason: str) -> None:
         """Log and count a snapshot that failed before all ranks had sealed it.

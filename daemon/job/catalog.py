@@ -13,6 +13,7 @@ import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
+from ckptd.daemon.job.changed import Changed
 from ckptd.daemon.job.ranks import Ranks
 from ckptd.daemon.job.snapshot import Key, Snapshot
 from ckptd.daemon.job.stored_checkpoint import StoredCheckpoint
@@ -232,8 +233,9 @@ class Job:
     `steps`: one record for each step; use `step` to make one. `sealed`: the newest
     snapshot that all ranks have sealed, whether or not it still exists. `stuck`: the
     incomplete snapshot that a rank has waited for in vain; the next ranks do not wait
-    for it again. `moved` is set when a slot becomes free, when the ranks stop waiting
-    for a step, and when a rank leaves. `begin_lock`: held while an attempt begins.
+    for it again. `changed` has news when a slot becomes free, when the ranks stop waiting
+    for a step or have sealed one, when a rank leaves, when an attempt begins, and when a
+    checkpoint is durable. `begin_lock`: held while an attempt begins.
 
     `uncommitted`: tags without a manifest at the last scan. `damaged`: tags whose
     manifest could not be read, with the reason. `newer`: tags whose manifest a newer
@@ -268,7 +270,7 @@ class Job:
     stuck: Key | None = None
     barren: int = 0
     unsealed: int = 0
-    moved: asyncio.Event = field(default_factory=asyncio.Event)
+    changed: Changed = field(default_factory=Changed)
     begin_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     checkpoints: dict[str, StoredCheckpoint] = field(default_factory=dict)
     uncommitted: set[str] = field(default_factory=set)
@@ -457,6 +459,7 @@ class Job:
     def commit(self, checkpoint: StoredCheckpoint) -> None:
         self.checkpoints[checkpoint.tag] = checkpoint
         self.seq = max(self.seq, checkpoint.seq)
+        self.changed.notify()
 
     def forget_older(self, most: int) -> None:
         """Forget all but the newest `most` checkpoints. They stay on storage."""

@@ -76,7 +76,7 @@ class Admission:
                 slot.outgrown = True
                 if job.step_in(slot.name) is None:
                     self._slots.release(slot)
-            job.moved.set()
+            job.changed.notify()
             return made
 
     async def _create(
@@ -184,17 +184,16 @@ class Admission:
         granted: the step that is decided. A rank that has been granted a slot for it
         meanwhile is not waited for.
         """
-        try:
-            async with asyncio.timeout(wait):
-                while (blocking := self._blocking(job, key[0], owners, granted)) and job.step(
-                    key
-                ).failure is None:
-                    if job.stuck in blocking:
-                        return self._why(job, blocking)
-                    job.moved.clear()
-                    await job.moved.wait()
-        except TimeoutError:
-            return self._why(job, self._blocking(job, key[0], owners, granted))
+
+        def blocking() -> list[Key]:
+            failed = job.step(key).failure is not None
+            return [] if failed else self._blocking(job, key[0], owners, granted)
+
+        await job.changed.wait_until(
+            lambda: not (steps := blocking()) or job.stuck in steps, timeout=wait
+        )
+        if steps := blocking():
+            return self._why(job, steps)
         job.stuck = None
         return ""
 

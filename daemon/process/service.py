@@ -51,7 +51,6 @@ log = logging.getLogger("ckptd")
 
 MAX_CANDIDATES, MAX_DAMAGED_FOUND = 1000, 100
 """The most checkpoints in one answer to Find: as many as fit into a frame."""
-_LOOK_SECONDS = 1.0  # seconds between two looks at a save that recover() waits for
 _DELETED_SECONDS = 0.5  # how long a status waits to hear which checkpoints are gone
 MAX_JOBS, MAX_DAMAGED, MAX_TEXT = 500, 5, 200
 """The most jobs, damaged checkpoints of each job, and characters of a text in one
@@ -288,24 +287,26 @@ class Service:
         newer one is durable. A save that has failed on the storage of any node is tried
         once more, because the step would be lost.
         """
+
+        def is_replaced() -> bool:
+            newest = job.newest_durable()
+            return not asked and newest is not None and newest.order[:2] > snapshot.key
+
+        def is_delivered() -> bool:
+            return snapshot.delivered and snapshot.attempt < job.attempt
+
+        def is_over() -> bool:
+            return saving.done() or is_replaced() or is_delivered()
+
         tries = 1
         while True:
-            while not saving.done():
-                newest = job.newest_durable()
-                if not asked and newest is not None and newest.order[:2] > snapshot.key:
+            saving.add_done_callback(lambda _: job.changed.notify())
+            await job.changed.wait_until(is_over)
+            if not saving.done():
+                if is_replaced() or not await self._parts.saver.joint.abandon_refused(snapshot):
                     return
-                if snapshot.delivered and snapshot.attempt < job.attempt:
-                    if not await self._parts.saver.joint.abandon_refused(snapshot):
-                        return
-                    # It learns at its next look that its try is abandoned.
-                    await asyncio.wait([saving])
-                    break
-                job.moved.clear()
-                waiting = asyncio.ensure_future(job.moved.wait())
-                await asyncio.wait(
-                    [saving, waiting], return_when=asyncio.FIRST_COMPLETED, timeout=_LOOK_SECONDS
-                )
-                waiting.cancel()
+                # It learns at its next look that its try is abandoned.
+                await asyncio.wait([saving])
             if tries == 2 or not self._is_owed(job, snapshot) or snapshot.code != StorageError.code:
                 return
             tries, saving = 2, self._parts.saver.start(snapshot)

@@ -131,11 +131,7 @@ class Heartbeats:
                         job.name, attempt, error,
                     )  # fmt: skip
                 failing = True
-            while not is_over() and (left := due - loop.time()) > 0:
-                job.moved.clear()
-                with suppress(TimeoutError):
-                    async with asyncio.timeout(left):
-                        await job.moved.wait()
+            await job.changed.wait_until(is_over, due - loop.time())
         with suppress(OSError, CkptdError):  # a heartbeat that stays is found dead later
             await self._run(lambda: self._store.delete(job.name, [attempt]))
 

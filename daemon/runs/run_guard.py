@@ -11,7 +11,6 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Collection
-from contextlib import suppress
 
 from ckptd.daemon.job.catalog import Job
 from ckptd.daemon.job.ranks import Process, processes
@@ -65,11 +64,7 @@ class RunGuard:
         another node is alive then; for this node, `check_alone` does.
         """
         deadline = self._clock() + seconds
-        with suppress(TimeoutError):
-            async with asyncio.timeout(seconds):
-                while job.ranks.others(process):
-                    job.moved.clear()
-                    await job.moved.wait()
+        await job.changed.wait_until(lambda: not job.ranks.others(process), seconds)
         return (
             await self._watch(job, process, deadline)
             if everywhere and not job.ranks.others(process)

@@ -133,7 +133,7 @@ class Joint:
     @staticmethod
     def _delivered(job: Job, snapshot: Snapshot) -> None:
         snapshot.delivered = True
-        job.moved.set()
+        job.changed.notify()
 
     async def _own_receipt(self, snapshot: Snapshot) -> rc.Receipt | None:
         node = snapshot.node

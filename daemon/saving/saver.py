@@ -140,7 +140,7 @@ class Saver:
         """
         self.stopping = True
         for job in self._catalog.jobs.values():
-            job.moved.set()
+            job.changed.notify()
 
     async def drain(self) -> None:
         while self._tasks:
@@ -223,12 +223,9 @@ class Saver:
         Raises the reason if another node will never seal the step.
         """
         self._events.settled(job)  # the checksums are known now, so the step may go on the board
-        try:
-            async with asyncio.timeout(self._config.rank_timeout):
-                while not self.stopping and not job.may_save(snapshot):
-                    job.moved.clear()
-                    await job.moved.wait()
-        except TimeoutError:
+        if not await job.changed.wait_until(
+            lambda: self.stopping or job.may_save(snapshot), self._config.rank_timeout
+        ):
             log.warning(
                 "%s/%s: not all nodes are known to hold it after %g s: it is saved nevertheless",
                 snapshot.job, snapshot.tag, self._config.rank_timeout,

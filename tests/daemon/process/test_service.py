@@ -16,6 +16,7 @@ import pytest
 
 from ckptd.daemon import recovery
 from ckptd.daemon.job.catalog import Catalog, Job, Step
+from ckptd.daemon.job.changed import Changed
 from ckptd.daemon.job.snapshot import Key, RankSeal, Snapshot
 from ckptd.daemon.job.stored_checkpoint import StoredCheckpoint
 from ckptd.daemon.process.service import MAX_REPORT, Service, report_text
@@ -61,7 +62,7 @@ class Saver:
         end = ends.pop(0) if ends else await asyncio.Future[str]()
         if end == "delivered":
             snapshot.delivered = True
-            self.job.moved.set()
+            self.job.changed.notify()
             await self._waiting.wait()
             end, snapshot.delivered = "storage", False
         if end == "durable":
@@ -69,7 +70,7 @@ class Saver:
             self.job.newest = SimpleNamespace(order=(*snapshot.key, 1))
         else:
             snapshot.state, snapshot.code = SnapshotState.FAILED, end
-        self.job.moved.set()
+        self.job.changed.notify()
 
     async def abandon_refused(self, snapshot: Held) -> bool:
         refused, self.refused = self.refused, False
@@ -94,7 +95,7 @@ async def deliver(ends: dict[int, list[str]], *snapshots: Held, refused: bool = 
     """
     job = SimpleNamespace(
         attempt=2,
-        moved=asyncio.Event(),
+        changed=Changed(),
         newest=None,
         is_dead=lambda s: False,
         is_durable=lambda *key: False,

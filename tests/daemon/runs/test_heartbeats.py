@@ -52,12 +52,12 @@ class Place:
 
     def leave(self, owner: Owner) -> None:
         self.job.ranks.leave(owner, "closed")
-        self.job.moved.set()
+        self.job.changed.notify()
 
     def next_attempt(self) -> None:
         self.job.attempt += 1
         self.job.ranks.retire(self.job.attempt)
-        self.job.moved.set()
+        self.job.changed.notify()
 
     def read(self, attempt: int = 2) -> Heartbeat | None:
         data = self.store.read("gpt", attempt)
