@@ -26,7 +26,8 @@ from benchmarks.saves import state_and_rounds
 from ckptd.agent import Agent
 from ckptd.agent.bench.budget import STEPS, timing
 from ckptd.agent.bench.ways import DirectWrite, PlainCopy, State, timed
-from ckptd.agent.read import loader, sources
+from ckptd.agent.read.saved import Reads
+from ckptd.agent.read.slot_source import SlotSource
 from ckptd.shared.codecs.codec import encoder
 from ckptd.shared.formats.binary import PIECE
 from ckptd.shared.formats.plan import DEFAULT_CHUNK
@@ -35,8 +36,8 @@ from ckptd.shared.system.fs import read_exactly
 from tests.support.daemons import home, running
 
 RECOVERY = {
-    "read, verify and copy": (loader, "scatter"),
-    "open and check the slots": (sources, "read_header"),
+    "read, verify and copy": (Reads, "run"),
+    "open and check the slots": (SlotSource, "__init__"),
 }
 
 
