@@ -46,9 +46,13 @@ _dtype, _shape, _is_cpu = attrgetter("dtype"), attrgetter("shape"), attrgetter("
 class Targets:
     """The places of consecutive items in a slot: dense tensors over its memory, and
     their attributes in columns.
+
+    views: returns the tensors of all items of the slot, which most copies do not need.
+    first: the number of the first of these items.
     """
 
-    tensors: list[torch.Tensor]
+    views: Callable[[], list[torch.Tensor]]
+    first: int
     addresses: list[int]
     lengths: list[int]
     dtypes: list[torch.dtype]
@@ -59,7 +63,8 @@ class Targets:
     def of(cls, tensors: list[torch.Tensor]) -> Targets:
         addresses, lengths = list(map(_address, tensors)), [tensor.nbytes for tensor in tensors]
         return cls(
-            tensors,
+            lambda: tensors,
+            0,
             addresses,
             lengths,
             list(map(_dtype, tensors)),
@@ -67,10 +72,15 @@ class Targets:
             list(map(_stride, tensors)),
         )
 
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        return self.views()[self.first : self.first + len(self.addresses)]
+
     def part(self, numbers: slice) -> Targets:
         """Return some of these places."""
         return Targets(
-            self.tensors[numbers], self.addresses[numbers], self.lengths[numbers],
+            self.views, self.first + numbers.indices(len(self.addresses))[0],
+            self.addresses[numbers], self.lengths[numbers],
             self.dtypes[numbers], self.shapes[numbers], self.strides[numbers],
         )  # fmt: skip
 
@@ -156,9 +166,10 @@ class CheckedCopy:
             unlike = targets.unlike(sources)
         if unlike:
             sources = list(sources)
-            _copy_by_torch([targets.tensors[n] for n in unlike], [sources[n] for n in unlike])
+            tensors = targets.tensors
+            _copy_by_torch([tensors[n] for n in unlike], [sources[n] for n in unlike])
             for number in unlike:
-                sources[number] = targets.tensors[number]  # only its checksum is still wanted
+                sources[number] = tensors[number]  # only its checksum is still wanted
         begin, self._copied = self._copied, self._copied + sum(targets.lengths)
         done, complete = len(self._crcs), bisect_right(self._ends, self._copied)
         # The last part begins a chunk, or is empty.

@@ -98,18 +98,16 @@ def document_offsets(
 
 @dataclass(frozen=True, slots=True)
 class _Views:
-    """The items of a layout as tensors over the memory of a slot.
+    """The places of the items of a layout in the memory of a slot.
 
-    signature: the layout's. targets: one for each item. elsewhere: numbers of the items
-    whose sources are on accelerators.
+    signature: the layout's. targets: one for each item.
     """
 
     signature: bytes
     targets: Targets
-    elsewhere: list[int]
 
 
-_NO_VIEWS = _Views(b"", Targets.of([]), [])
+_NO_VIEWS = _Views(b"", Targets.of([]))
 
 
 class MappedSlot:
@@ -223,7 +221,7 @@ class MappedSlot:
             )
 
     def cut(self, layout: Layout) -> None:
-        """Make the views that copies by this layout write to, so that the first of them
+        """Find the places that copies by this layout write to, so that the first of them
         need not. Other threads may run meanwhile.
         """
         with self._locking:
@@ -280,22 +278,19 @@ class MappedSlot:
         """
         views, transfer = self._views_of(layout), None
         targets = views.targets.part(slice(numbers.start, numbers.stop))
-        if views.elsewhere:
+        if layout.columns.elsewhere:
             self._copying.skip_checks()
-            unlike = None
-            elsewhere = [n - numbers.start for n in views.elsewhere if n in numbers]
+            unlike, tensors = None, targets.tensors
+            elsewhere = [n - numbers.start for n in layout.columns.elsewhere if n in numbers]
             if elsewhere:
                 transfer = carry(
-                    [copyable(targets.tensors[n]) for n in elsewhere],
+                    [copyable(tensors[n]) for n in elsewhere],
                     [copyable(sources[n]) for n in elsewhere],
                 )
             here = [
                 n for n, number in enumerate(numbers) if layout.plan.items[number].device == "cpu"
             ]
-            targets, sources = (
-                Targets.of([targets.tensors[n] for n in here]),
-                [sources[n] for n in here],
-            )
+            targets, sources = Targets.of([tensors[n] for n in here]), [sources[n] for n in here]
         half = len(sources) // 2
         self._copying.copy(
             targets.part(slice(half)), sources[:half], unlike and [n for n in unlike if n < half]
@@ -383,32 +378,23 @@ class MappedSlot:
     def _views_of(self, layout: Layout) -> _Views:
         views = self._views  # another thread may replace them
         if views.signature != layout.signature:
-            targets = self._targets(layout.plan.items)
-            elsewhere = [
-                number for number, item in enumerate(layout.plan.items) if item.device != "cpu"
-            ]
+            memory, columns, made = self._bytes, layout.columns, list[torch.Tensor]()
+
+            def tensors() -> list[torch.Tensor]:
+                if not made:
+                    made[:] = _cut(memory, layout.plan.items)
+                return made
+
+            if columns.elsewhere:
+                tensors()
+            begin = memory.data_ptr()
+            targets = Targets(
+                tensors, 0, [begin + offset for offset in columns.offsets], columns.lengths,
+                columns.dtypes, columns.shapes, columns.strides,
+            )  # fmt: skip
             # A single assignment, because Ctrl-C may come between any two instructions.
-            views = self._views = _Views(layout.signature, Targets.of(targets), elsewhere)
+            views = self._views = _Views(layout.signature, targets)
         return views
-
-    def _targets(self, items: list[Item]) -> list[torch.Tensor]:
-        """Return a view of the slot for each item.
-
-        Neighbours of one dtype are cut out in one call, which costs a tenth.
-        """
-        targets: list[torch.Tensor] = []
-        for dtype, group in groupby(items, attrgetter("dtype")):
-            run = list(group)
-            flat = self._bytes[run[0].offset : run[-1].offset + run[-1].length].view(
-                dtype_of(dtype)
-            )
-            parts = torch.split_with_sizes(flat, [math.prod(item.sizes) for item in run])
-            for part, item in zip(parts, run, strict=True):
-                if item.stride is not None:
-                    targets.append(part.as_strided(item.sizes, item.stride))
-                else:
-                    targets.append(part if len(item.sizes) == 1 else part.view(item.sizes))
-        return targets
 
     def forget(self) -> None:
         """Release the views of the memory, the page lock and both descriptors.
@@ -441,6 +427,24 @@ class MappedSlot:
         """Close both descriptors. May be called again."""
         self._data.close()
         self._lock.close()
+
+
+def _cut(memory: torch.Tensor, items: list[Item]) -> list[torch.Tensor]:
+    """Return a view of the memory of a slot for each item.
+
+    Neighbours of one dtype are cut out in one call, which costs a tenth.
+    """
+    targets: list[torch.Tensor] = []
+    for dtype, group in groupby(items, attrgetter("dtype")):
+        run = list(group)
+        flat = memory[run[0].offset : run[-1].offset + run[-1].length].view(dtype_of(dtype))
+        parts = torch.split_with_sizes(flat, [math.prod(item.sizes) for item in run])
+        for part, item in zip(parts, run, strict=True):
+            if item.stride is not None:
+                targets.append(part.as_strided(item.sizes, item.stride))
+            else:
+                targets.append(part if len(item.sizes) == 1 else part.view(item.sizes))
+    return targets
 
 
 _left: list[torch.Tensor] = []

@@ -17,8 +17,9 @@ import platform
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import cache
-from typing import Any
+from functools import cache, cached_property
+from operator import attrgetter, itemgetter
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
@@ -30,7 +31,7 @@ from torch.distributed.tensor import DTensor
 from ckptd.agent.link.run_facts import run_facts
 from ckptd.agent.link.script import script, script_path, storable
 from ckptd.agent.plan.structure import PLAIN, shard_at
-from ckptd.agent.state.dtypes import copyable, dtype_name, sizeless
+from ckptd.agent.state.dtypes import copyable, dtype_name, dtype_of, sizeless
 from ckptd.agent.state.tensor_check import check_tensor
 from ckptd.shared import __version__
 from ckptd.shared.errors import UnsavableValue
@@ -47,6 +48,7 @@ from ckptd.shared.formats.plan import (
     Plan,
     Region,
     align_region,
+    c_order,
     element_size,
     is_dense,
     signature,
@@ -56,7 +58,22 @@ from ckptd.shared.system import machine
 from ckptd.shared.system.failpoints import failpoint
 
 
-@dataclass(frozen=True, slots=True)
+class Columns(NamedTuple):
+    """The items of a plan in columns: their places in a slot, in bytes, and the dtypes,
+    shapes and strides of dense tensors there.
+
+    elsewhere: the numbers of the items whose sources are on accelerators.
+    """
+
+    offsets: list[int]
+    lengths: list[int]
+    dtypes: list[torch.dtype]
+    shapes: list[torch.Size]
+    strides: list[tuple[int, ...]]
+    elsewhere: list[int]
+
+
+@dataclass(frozen=True)
 class Layout:
     """A plan and its encoded form: `document` is the encoded `plan`, and `signature` is
     the sha256 of `document`.
@@ -65,6 +82,26 @@ class Layout:
     plan: Plan
     document: bytes
     signature: bytes
+
+    @cached_property
+    def columns(self) -> Columns:
+        items = self.plan.items
+        # Many items have few shapes.
+        kinds = list(map(attrgetter("dtype", "sizes", "stride"), items))
+        known = {
+            kind: (
+                math.prod(kind[1]) * element_size(kind[0]), dtype_of(kind[0]),
+                torch.Size(kind[1]), c_order(kind[1]) if kind[2] is None else kind[2],
+            )
+            for kind in dict.fromkeys(kinds)
+        }  # fmt: skip
+        found = list(map(known.__getitem__, kinds))
+        lengths, dtypes, shapes, strides = (list(map(itemgetter(n), found)) for n in range(4))
+        devices = list(map(attrgetter("device"), items))
+        elsewhere = [number for number, device in enumerate(devices) if device != "cpu"]
+        return Columns(
+            [item.offset for item in items], lengths, dtypes, shapes, strides, elsewhere
+        )
 
 
 # Bytes that are digested at once. As 64-bit integers, they and their places take 16 times
