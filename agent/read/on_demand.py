@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import errno
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -49,6 +49,7 @@ class PartOnDemand:
         self._closed = False
         self._items: dict[tuple[str, tuple[int, ...]], Item] = {}
         self._aliases: dict[str, Alias] = {}
+        self._bases: dict[str, Item] = {}
 
     @property
     def reader(self) -> OpenPart:
@@ -61,6 +62,8 @@ class PartOnDemand:
                 reader = self._open_part()
                 self._items = {(item.fqn, item.offsets): item for item in reader.plan.items}
                 self._aliases = {alias.fqn: alias for alias in reader.plan.aliases}
+                bases = {alias.base for alias in reader.plan.aliases}
+                self._bases = {item.fqn: item for item in reader.plan.items if item.fqn in bases}
                 self._reader = reader
             return self._reader
 
@@ -82,37 +85,37 @@ class PartOnDemand:
     def read_pieces(self, number: int, pieces: Sequence[memoryview]) -> bool:
         return self.reader.read_pieces(number, pieces)
 
-    def find(self, fqn: str, entry: Described, place: Box | None) -> tuple[Item, Alias | None]:
-        """Return the item at this place of a tensor, or of a blob if the place is None.
+    def find(
+        self, names: Sequence[str], entry: Described, place: Box | None
+    ) -> list[tuple[Item, Alias | None]]:
+        """Return the item at this place of each of these tensors, or of blobs if the
+        place is None.
 
         For an alias, return the item that holds it, too.
 
-        `entry` describes the tensor or blob. Raises IntegrityError if the part has
-        neither, or has another dtype or size.
+        `entry` describes all of the tensors or blobs. Raises IntegrityError if the part
+        has neither, or has another dtype or size.
         """
-        reader = self.reader
-        item, alias = (
-            self._items.get((fqn, (0,) if place is None else place[0])),
-            self._aliases.get(fqn),
-        )
-        if item is not None and place is None and item.dtype == entry["dtype"] == BLOB:
-            return item, None
+        reader, items, aliases = self.reader, self._items, self._aliases
+        offsets, sizes = ((0,), None) if place is None else place
         wanted = (entry["dtype"], tuple(entry.get("size", ())))
-        if (
-            item is not None
-            and place is not None
-            and (item.dtype, item.size, item.sizes) == (*wanted, place[1])
-        ):
-            return item, None
-        if (
-            alias is not None
-            and place is not None
-            and (alias.dtype, alias.size, alias.size) == (*wanted, place[1])
-        ):
-            return next(item for item in reader.plan.items if item.fqn == alias.base), alias
-        raise IntegrityError(
-            f"{reader.name} does not have {fqn!r} as the metadata of the checkpoint say"
-        )
+        found = list[tuple[Item, Alias | None]]()
+        for fqn in names:
+            item = items.get((fqn, offsets))
+            if item is not None and (
+                (item.dtype, item.size, item.sizes) == (*wanted, sizes)
+                if sizes is not None
+                else item.dtype == entry["dtype"] == BLOB
+            ):
+                found.append((item, None))
+                continue
+            alias = aliases.get(fqn)
+            if alias is None or (alias.dtype, alias.size, alias.size) != (*wanted, sizes):
+                raise IntegrityError(
+                    f"{reader.name} does not have {fqn!r} as the metadata of the checkpoint say"
+                )
+            found.append((self._bases[alias.base], alias))
+        return found
 
     def close(self) -> None:
         """Close the part.
@@ -190,37 +193,45 @@ class SavedOnDemand(Saved):
         if any(part.remote for part in self.parts):
             with ThreadPoolExecutor(OPENED_AT_ONCE, "ckptd-open") as threads:
                 list(threads.map(lambda part: part.reader, self.parts))
-        with self._held:
-            for name in self._all_entries():
-                self.ensure(name)
+        self.ensure_all(list(self._all_entries()))
         Saved.check_all_whole(self)
 
-    def ensure(self, name: str) -> None:
-        """Open the parts that have the tensor or blob.
+    def ensure_all(self, names: Collection[str]) -> None:
+        """Open the parts that have these tensors and blobs.
 
-        Raises IntegrityError if one of them does not have it, OSError.
+        Raises IntegrityError if one of them does not have its tensor or blob, OSError.
         """
-        if name in self.shards:  # it is there whole, and most are asked for ten times
+        if all(map(self.shards.__contains__, names)):
             return
         with self._held:
-            if name in self.shards or name in self.aliases or name in self.blobs:
-                return
-            entry = self._entry(name)
-            if entry is None:
-                return
-            shards, aliases = list[Shard](), list[tuple[Shard, Alias]]()
-            for place, rank in stored_places(
-                entry, self.metadata_reader.meshes if self.metadata_reader else ()
-            ):
-                item, alias = self.parts[rank].find(name, entry, place)
-                shard = Shard(self.parts[rank], item)
-                if alias is not None:
-                    aliases.append((shard, alias))
+            alike: dict[int, tuple[Described, list[str]]] = {}
+            for name in dict.fromkeys(names):
+                if name in self.shards or name in self.aliases or name in self.blobs:
+                    continue
+                if (entry := self._entries.get(name) or self._entry(name)) is not None:
+                    alike.setdefault(id(entry), (entry, []))[1].append(name)
+            for entry, described in alike.values():
+                self._find(described, entry)
+
+    def _find(self, names: list[str], entry: Described) -> None:
+        """Find tensors or blobs that are described by one entry."""
+        shards: dict[str, list[Shard]] = {name: [] for name in names}
+        meshes = self.metadata_reader.meshes if self.metadata_reader else ()
+        aliases = dict[str, tuple[Shard, Alias]]()
+        for place, rank in stored_places(entry, meshes):
+            part = self.parts[rank]
+            for name, (item, alias) in zip(names, part.find(names, entry, place), strict=True):
+                if alias is None:
+                    shards[name].append(Shard(part, item))
                 else:
-                    shards.append(shard)
-            if entry["dtype"] == BLOB:
-                self.blobs[name] = shards[0]
-            elif aliases:
-                self.aliases[name] = aliases[0]
-            else:
-                self.shards[name] = shards
+                    aliases.setdefault(name, (Shard(part, item), alias))
+        if entry["dtype"] == BLOB:
+            self.blobs.update({name: found[0] for name, found in shards.items()})
+            return
+        self.aliases.update(aliases)
+        # Other threads read a tensor as soon as it is here: at once, and whole.
+        self.shards.update(
+            {name: found for name, found in shards.items() if name not in aliases}
+            if aliases
+            else shards
+        )

@@ -196,7 +196,12 @@ class Saved:
         return Metadata(state_dict_metadata=entries)
 
     def ensure(self, name: str) -> None:
-        """Make sure that `shards`, `aliases` and `blobs` have everything of this name.
+        """Make sure that `shards`, `aliases` and `blobs` have everything of this name."""
+        if name not in self.shards:  # most are asked for ten times
+            self.ensure_all((name,))
+
+    def ensure_all(self, names: Collection[str]) -> None:
+        """Make sure that `shards`, `aliases` and `blobs` have everything of these names.
 
         A subclass may look for it only now.
         """

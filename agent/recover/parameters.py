@@ -5,6 +5,7 @@ of the state that stay as they are.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -47,9 +48,7 @@ class SavedParameters:
             for name, dtype, shape in parameters
         }
         self._former: dict[str, dict[Any, Any]] = {}
-        self._tensors: dict[str, list[str]] = {}
-        self._keys: dict[str, list[str]] = {}
-        self._collect(tree, "")
+        self._tree = tree
 
     def rename(self, path: str, former: dict[Any, Any]) -> None:
         """Set the names of an optimizer's parameters in the checkpoint, by their
@@ -72,7 +71,7 @@ class SavedParameters:
         """Return the keys of the saved tensors for which a name in an optimizer may
         stand.
         """
-        return self._keys.get(name, ())
+        return self._names.keys.get(name, ())
 
     def forms(self, path: str, name: Any) -> list[Form]:
         """Return the forms that a parameter of the optimizer at `path` may have had.
@@ -82,31 +81,48 @@ class SavedParameters:
         recorded = self._recorded.get((path, self._former.get(path, {}).get(name, name)))
         if recorded is not None:
             return [recorded]
-        known = (self._saved.describe(fqn) for fqn in self._tensors.get(name, ()))
         return [
-            Form(tuple(one.size), self._saved.dtype(fqn))
-            for one, fqn in zip(known, self._tensors.get(name, ()), strict=True)
+            Form(tuple(self._saved.describe(fqn).size), self._saved.dtype(fqn))
+            for fqn in self._names.tensors.get(name, ())
         ]
 
-    def _collect(self, tree: Any, path: str) -> None:
+    @cached_property
+    def _names(self) -> _Names:
+        """The names in the saved tree. Found when first needed, because only optimizers do."""
+        found = _Names()
+        found.collect(self._tree, "")
+        return found
+
+
+class _Names:
+    """The names in a saved tree that optimizers may have for parameters.
+
+    tensors: the saved tensors for which a name may stand. keys: their keys.
+    """
+
+    def __init__(self) -> None:
+        self.tensors: dict[str, list[str]] = {}
+        self.keys: dict[str, list[str]] = {}
+
+    def collect(self, tree: Any, path: str) -> None:
         if isinstance(tree, ObjectNode) and tree.kind == "module" and isinstance(tree.tree, dict):
             for name, value in tree.tree.items():
                 key = f"{path}.{name}" if path else str(name)
                 for known in {str(name), key}:
-                    self._keys.setdefault(known, []).append(key)
+                    self.keys.setdefault(known, []).append(key)
                     if type(value) is TensorRef:
-                        self._tensors.setdefault(known, []).append(value.fqn)
+                        self.tensors.setdefault(known, []).append(value.fqn)
         elif type(tree) is TensorRef:
-            self._tensors.setdefault(path, []).append(tree.fqn)
-            self._keys.setdefault(path, []).append(path)
+            self.tensors.setdefault(path, []).append(tree.fqn)
+            self.keys.setdefault(path, []).append(path)
         elif isinstance(tree, ObjectNode):
             return
         elif isinstance(tree, dict):
             for key, value in tree.items():
-                self._collect(value, f"{path}.{key}" if path else str(key))
+                self.collect(value, f"{path}.{key}" if path else str(key))
         elif isinstance(tree, (list, tuple)):
             for number, value in enumerate(tree):
-                self._collect(value, f"{path}.{number}" if path else str(number))
+                self.collect(value, f"{path}.{number}" if path else str(number))
 
 
 def kept_parameters(names: Names, is_kept: Callable[[str], bool]) -> frozenset[int]:

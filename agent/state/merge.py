@@ -205,6 +205,14 @@ def _merge(held: list[tuple[int, Any]], own: int | None, foreign: Foreign) -> An
         if len(held) == 1 and is_flat(first.values()):
             return first
         made = empty_like(first)
+        if len(held) == 1:
+            # Nearly all values of a large state are tensors.
+            rank = held[0][0]
+            made.update({
+                key: value if type(value) is TensorRef else _merge([(rank, value)], own, foreign)
+                for key, value in first.items()
+            })  # fmt: skip
+            return made
         for key in {key: None for _, value in held if isinstance(value, dict) for key in value}:
             made[key] = _merge(
                 [

@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
+
 from ckptd.agent.state.components import TENSOR_KINDS
 from ckptd.agent.state.records import KINDS
 from ckptd.shared.errors import CkptdError, IntegrityError
@@ -18,8 +20,7 @@ RECORDS = KINDS | TENSOR_KINDS
 """The kinds of objects that are saved as their fields, by name."""
 
 
-@dataclass(frozen=True, slots=True)
-class TensorRef:
+class TensorRef(msgspec.Struct, frozen=True, gc=False):
     """The node of a decoded tree that takes the place of the tensor of this name."""
 
     fqn: str

@@ -11,8 +11,8 @@ from __future__ import annotations
 import bisect
 import errno
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Annotated, Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 import zstandard
@@ -23,7 +23,7 @@ from ckptd.shared.codecs.codec import Zstd
 from ckptd.shared.errors import IntegrityError
 from ckptd.shared.formats.binary import PREAMBLE, check_preamble, preamble
 from ckptd.shared.formats.bounds import check_msgpack
-from ckptd.shared.formats.plan import BLOB, Described, Meshes, Size, Text
+from ckptd.shared.formats.plan import BLOB, Described, Meshes, Size, Text, decode_described
 from ckptd.shared.formats.sharding import Box, Mesh, Rule, check_rule, stored_shards
 from ckptd.shared.system.collector import paused_collector
 from ckptd.shared.system.storage_seam import Source
@@ -213,7 +213,7 @@ class MetadataReader:
         stored = self._read(entry.index, entry.bytes - entry.index)
         if hashlib.sha256(stored).hexdigest() != entry.index_sha256:
             raise IntegrityError(f"the index of {called} does not match its digest")
-        self._index: _Index = _decoded(_decompressed(stored, called), _INDEX_DECODER, called)
+        self._index: _Index = _decoded(_decompressed(stored, called), _INDEX_DECODER.decode, called)
         self._firsts = [block.first for block in self._index.blocks]
         self.meshes: Sequence[Mesh] = self._index.meshes
         for mesh in self.meshes:
@@ -275,19 +275,20 @@ class MetadataReader:
         stored = self._read(block.offset, block.stored_length)
         if crc32c(stored) != block.crc:
             raise IntegrityError(f"a block of {self._called} does not match its checksum")
-        found: list[tuple[str, Described]] = _decoded(
-            _decompressed(stored, self._called, block.raw_length), _BLOCK_DECODER, self._called
+        order, entries = _decoded(
+            _decompressed(stored, self._called, block.raw_length), _decoded_block, self._called
         )
-        order = [name for name, _ in found]
         beyond = self._firsts[number + 1] if number + 1 < len(self._firsts) else None
         if (
-            not found
+            not order
             or order[0] != block.first
             or order != sorted(set(order))
             or (beyond is not None and order[-1] >= beyond)
         ):
             raise IntegrityError(f"{self._called} has entries that are not in their order")
-        for name, entry in found:
+        found = list(zip(order, entries, strict=True))
+        # Names that share an entry need one check of it.
+        for name, entry in {id(entry): (name, entry) for name, entry in found}.values():
             check_entry(name, entry, self.meshes, self._world_size)
         return found
 
@@ -325,15 +326,24 @@ def _decompressed(stored: memoryview, called: str, length: int | None = None) ->
     return raw
 
 
-def _decoded(raw: bytearray, decoder: msgspec.msgpack.Decoder[Any], called: str) -> Any:
+_Decoded = TypeVar("_Decoded")
+
+
+def _decoded(raw: bytearray, decode: Callable[[bytearray], _Decoded], called: str) -> _Decoded:
     check_msgpack(raw, called)
     with paused_collector():
         try:
-            return decoder.decode(raw)
+            return decode(raw)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise IntegrityError(f"{called} cannot be read: {error}") from None
 
 
 _ZSTD = Zstd()
 _INDEX_DECODER = msgspec.msgpack.Decoder(_Index)
-_BLOCK_DECODER = msgspec.msgpack.Decoder(list[tuple[Text, Described]])
+_BLOCK_DECODER = msgspec.msgpack.Decoder(list[tuple[Text, msgspec.Raw]])
+
+
+def _decoded_block(raw: bytearray) -> tuple[list[str], list[Described]]:
+    """Return the names in a block, and their entries as of `decode_described`."""
+    found = _BLOCK_DECODER.decode(raw)
+    return [name for name, _ in found], decode_described(entry for _, entry in found)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
 from operator import attrgetter
 from typing import Annotated, TypedDict
@@ -345,17 +345,25 @@ class _Packed(Plan, frozen=True, kw_only=True):
     def plan(self) -> Plan:
         """Return the plan.
 
-        Tensors that are described by the same bytes share one entry in its metadata, which
-        is decoded once: many tensors have few shapes. Raises DecodeError.
+        Its metadata are those of `decode_described`. Raises DecodeError.
         """
         fields = msgspec.structs.asdict(self)
         if self.metadata is not None:
-            packed = list(map(bytes, self.metadata.values()))
-            known = {entry: _DESCRIBED_DECODER.decode(entry) for entry in dict.fromkeys(packed)}
             fields["metadata"] = dict(
-                zip(self.metadata, map(known.__getitem__, packed), strict=True)
+                zip(self.metadata, decode_described(self.metadata.values()), strict=True)
             )
         return Plan(**fields)
+
+
+def decode_described(packed: Iterable[msgspec.Raw]) -> list[Described]:
+    """Return the entries of the metadata of tensors.
+
+    Tensors that are described by the same bytes share one entry, which is decoded once:
+    many tensors have few shapes. Raises DecodeError.
+    """
+    entries = list(map(bytes, packed))
+    known = {entry: _DESCRIBED_DECODER.decode(entry) for entry in dict.fromkeys(entries)}
+    return list(map(known.__getitem__, entries))
 
 
 _DECODER = msgspec.msgpack.Decoder(_Packed)
