@@ -165,9 +165,10 @@ class Ours:
             if length is None:
                 self.back[chunk] = self._pair.new[chunk]
             else:
-                self._delta.apply(
-                    [memoryview(buffer)[:length]], [_bytes(self.back[chunk])], self._width
-                )
+                stored, back = memoryview(buffer)[:length], _bytes(self.back[chunk])
+                for differences in self._delta.decoded([stored], back.nbytes, self._width):
+                    differences.add_to(back)
+                    differences.check()
 
     def smallest(self) -> int:
         """Return the bytes that a checkpoint stores: of each chunk, the smallest of

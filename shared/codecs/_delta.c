@@ -4,8 +4,9 @@
  * pack(words, width, gaps): moves the words that are not 0 to the front of words, in their order, and writes their places into gaps.
  *     Returns how many bytes of gaps it has written, or -1 if gaps has no room for them.
  * add(raw, words, width): adds each delta word to the word of raw at the same place.
- * scatter(pieces, width, words, gaps, words, gaps, ...): the same for the packed words of up to 64 deltas. The chunk lies in a tuple of pieces,
- *     each of whole words. Returns False if the gaps of a delta do not place each of its words inside the chunk.
+ * scatter(piece, first, width, places, words, gaps, words, gaps, ...): the same for the packed words of up to 64 deltas that belong to a piece
+ *     of the chunk, which begins at the word `first`. The pieces of a chunk are given in their order. places: 24 bytes for each delta, zero before the
+ *     first piece, which say how far it has been added. Returns True if each word of each delta has found its place in the pieces so far.
  *
  * A word has 1, 2, 4 or 8 bytes and is little-endian. All calls release the GIL and raise ValueError if a length does not fit. Where
  * this module could not be compiled, shared/codecs/delta_numpy.py stands in, at a fraction of the speed.
@@ -45,6 +46,8 @@ struct delta {
     const uint8_t *gaps;
     size_t listed, length, passed, place, taken;
 };
+/* So many bytes at the end of it say how far a delta has been added. */
+enum { PLACES = 3 * sizeof(size_t) };
 /* So many bytes of a chunk are finished before the next ones, so that they stay in the cache of a core. */
 enum { TILE = 1 << 16, MOST_DELTAS = 64 };
 
@@ -174,6 +177,15 @@ static int fits(int width, int sound)
     return 0;
 }
 
+/* Returns whether a delta that has been added so far has its next word at the word `first` of the chunk, or behind it. */
+static int is_at(const struct delta *delta, size_t first)
+{
+    if (delta->passed > delta->length || delta->taken > delta->listed || delta->place > SIZE_MAX / 2)
+        return 0;
+    return delta->place >= first || delta->passed == delta->length || delta->taken == delta->listed ||
+           (delta->gaps[delta->passed] != PASS && delta->place + delta->gaps[delta->passed] >= first);
+}
+
 static PyObject *subtract(PyObject *Py_UNUSED(module), PyObject *args)
 {
     Py_buffer raw, base;
@@ -227,54 +239,50 @@ static PyObject *add(PyObject *Py_UNUSED(module), PyObject *args)
     return result;
 }
 
-/* Runs scatter on the arguments (pieces, width, packed words, gaps, packed words, gaps, ...). */
+/* Runs scatter on the arguments (piece, first word, width, places, packed words, gaps, packed words, gaps, ...). */
 static PyObject *scatter(PyObject *Py_UNUSED(module), PyObject *args)
 {
-    struct delta deltas[MOST_DELTAS] = {{0}};
-    Py_ssize_t taken = 0, count = (PyTuple_Size(args) - 2) / 2;
-    int sound = 1;
+    enum { BEFORE = 4 };
+    struct delta deltas[MOST_DELTAS];
+    Py_buffer buffers[2 + 2 * MOST_DELTAS];
+    Py_ssize_t taken = 0, count = (PyTuple_Size(args) - BEFORE) / 2;
     PyObject *result = NULL;
 
-    if (PyTuple_Size(args) < 2 || PyTuple_Size(args) % 2 || count > MOST_DELTAS || PyTuple_Size(PyTuple_GetItem(args, 0)) < 0) {
-        PyErr_SetString(PyExc_ValueError, "expected a tuple of pieces, a width, and packed words and gaps of at most 64 deltas");
+    if (PyTuple_Size(args) < BEFORE || PyTuple_Size(args) % 2 || count > MOST_DELTAS) {
+        PyErr_SetString(PyExc_ValueError, "expected a piece, its first word, a width, places, and packed words and gaps of at most 64 deltas");
         return NULL;
     }
-    PyObject *pieces = PyTuple_GetItem(args, 0);
-    Py_ssize_t parts = PyTuple_Size(pieces);
-    int width = (int)PyLong_AsLong(PyTuple_GetItem(args, 1));
+    size_t first = PyLong_AsSize_t(PyTuple_GetItem(args, 1));
+    int width = (int)PyLong_AsLong(PyTuple_GetItem(args, 2));
     if (PyErr_Occurred())
         return NULL;
-    Py_buffer *buffers = malloc((size_t)(parts + 2 * count) * sizeof *buffers + 1);
-    if (buffers == NULL)
-        return PyErr_NoMemory();
-    for (; taken < parts + 2 * count; taken++) {
-        PyObject *object = taken < parts ? PyTuple_GetItem(pieces, taken) : PyTuple_GetItem(args, 2 + taken - parts);
-        if (PyObject_GetBuffer(object, &buffers[taken], taken < parts ? PyBUF_WRITABLE : PyBUF_SIMPLE) < 0)
+    for (; taken < 2 + 2 * count; taken++) { /* the piece, the places, and those of the deltas */
+        PyObject *object = PyTuple_GetItem(args, taken == 0 ? 0 : taken + 2);
+        if (PyObject_GetBuffer(object, &buffers[taken], taken < 2 ? PyBUF_WRITABLE : PyBUF_SIMPLE) < 0)
             goto done;
-        if (width > 0 && (taken < parts || (taken - parts) % 2 == 0)) /* a piece, or packed words */
-            sound &= buffers[taken].len % width == 0;
+    }
+    char *piece = buffers[0].buf, *places = buffers[1].buf;
+    int sound = buffers[1].len == count * PLACES && first <= SIZE_MAX / 2 && (width < 1 || buffers[0].len % width == 0);
+    for (Py_ssize_t i = 0; i < count && sound; i++) {
+        Py_buffer *packed = &buffers[2 + 2 * i], *gaps = packed + 1;
+        struct delta *delta = &deltas[i];
+        delta->packed = packed->buf, delta->gaps = gaps->buf;
+        delta->listed = width < 1 ? 0 : (size_t)(packed->len / width), delta->length = (size_t)gaps->len;
+        memcpy(&delta->passed, places + i * PLACES, PLACES);
+        sound = is_at(delta, first) && (width < 1 || packed->len % width == 0);
     }
     if (!fits(width, sound))
         goto done;
+    size_t words = (size_t)(buffers[0].len / width);
+    BY_WIDTH(, scatter, piece, first, words, deltas, (size_t)count)
     for (Py_ssize_t i = 0; i < count; i++) {
-        deltas[i].packed = buffers[parts + 2 * i].buf;
-        deltas[i].listed = (size_t)(buffers[parts + 2 * i].len / width);
-        deltas[i].gaps = buffers[parts + 2 * i + 1].buf;
-        deltas[i].length = (size_t)buffers[parts + 2 * i + 1].len;
+        memcpy(places + i * PLACES, &deltas[i].passed, PLACES);
+        sound &= deltas[i].passed == deltas[i].length && deltas[i].taken == deltas[i].listed && deltas[i].place <= first + words;
     }
-    size_t words = 0;
-    for (Py_ssize_t i = 0; i < parts; i++) {
-        size_t length = (size_t)(buffers[i].len / width);
-        BY_WIDTH(, scatter, buffers[i].buf, words, length, deltas, (size_t)count)
-        words += length;
-    }
-    for (Py_ssize_t i = 0; i < count; i++)
-        sound &= deltas[i].passed == deltas[i].length && deltas[i].taken == deltas[i].listed && deltas[i].place <= words;
     result = PyBool_FromLong(sound);
 done:
     while (taken > 0)
         PyBuffer_Release(&buffers[--taken]);
-    free(buffers);
     return result;
 }
 
@@ -282,7 +290,7 @@ static PyMethodDef methods[] = {
     {"subtract", subtract, METH_VARARGS, "subtract(raw, base, width)\n\nReplace the words of base by delta words."},
     {"pack", pack, METH_VARARGS, "pack(words, width, gaps)\n\nMove the words that are not 0 to the front."},
     {"add", add, METH_VARARGS, "add(raw, words, width)\n\nAdd delta words to the words of raw."},
-    {"scatter", scatter, METH_VARARGS, "scatter(pieces, width, *words_and_gaps)\n\nAdd packed delta words to words of a chunk."},
+    {"scatter", scatter, METH_VARARGS, "scatter(piece, first, width, places, *words_and_gaps)\n\nAdd packed delta words to a piece of a chunk."},
     {NULL, NULL, 0, NULL},
 };
 static PyModuleDef_Slot slots[] = {{0, NULL}};

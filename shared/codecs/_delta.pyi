@@ -4,5 +4,10 @@ def subtract(raw: _Bytes, base: bytearray | memoryview, width: int, /) -> int: .
 def pack(words: bytearray | memoryview, width: int, gaps: bytearray | memoryview, /) -> int: ...
 def add(raw: bytearray | memoryview, words: _Bytes, width: int, /) -> None: ...
 def scatter(
-    pieces: tuple[bytearray | memoryview, ...], width: int, /, *words_and_gaps: _Bytes
+    piece: bytearray | memoryview,
+    first: int,
+    width: int,
+    places: bytearray,
+    /,
+    *words_and_gaps: _Bytes,
 ) -> bool: ...

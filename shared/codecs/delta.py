@@ -12,7 +12,7 @@ place: one addition for each, and one checksum at the end.
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator
 
 from ckptd.shared.codecs.planes import PLANES, Planes, word_size
 from ckptd.shared.errors import IntegrityError
@@ -30,8 +30,55 @@ _HEAD = struct.Struct("<IIII")
 length in bytes.
 """
 _AS_IT_IS = 0
+_PLACES = 24
+"""The bytes that say how far a delta has been added to the pieces of a chunk."""
 _SPARSE = 0.4
 """The greatest share of words that differ with which only these are listed."""
+
+
+class DecodedDeltas:
+    """Decoded deltas of a chunk, which are added to it together, piece by piece: each
+    pass over a chunk takes as long as reading it.
+
+    nbytes: the bytes that they take.
+    """
+
+    def __init__(self, width: int) -> None:
+        self.nbytes = 0
+        self._width, self._at = width, 0
+        self._dense: list[bytes | memoryview] = []
+        self._sparse: list[bytes | memoryview] = []
+        self._places = bytearray()
+
+    def append(self, packed: bytes | memoryview, gaps: bytes | memoryview | None) -> None:
+        """Append the listed words of a delta, with their gaps, or None if all are listed."""
+        self.nbytes += len(packed) + len(gaps or b"")
+        if gaps is None:
+            self._dense.append(packed)
+        else:
+            self._sparse += packed, gaps
+            self._places += bytes(_PLACES)
+
+    def add_to(self, piece: memoryview) -> None:
+        """Add the differences to the next piece of the chunk, which has whole words."""
+        end = self._at + len(piece)
+        for packed in self._dense:
+            add(piece, packed[self._at : end], self._width)
+        self._scatter(piece)
+        self._at = end
+
+    def check(self) -> None:
+        """Check that all have been added, once the pieces are the whole chunk.
+
+        Raises IntegrityError if the gaps of a delta do not fit.
+        """
+        if not self._scatter(memoryview(bytearray())):
+            raise IntegrityError("the gaps of a delta do not place the words that it lists")
+
+    def _scatter(self, piece: memoryview) -> bool:
+        return not self._sparse or scatter(
+            piece, self._at // self._width, self._width, self._places, *self._sparse
+        )
 
 
 class Delta:
@@ -91,30 +138,22 @@ class Delta:
         listed: int = _HEAD.unpack_from(stored)[0]
         return listed * word_size(element_size) / nbytes
 
-    def apply(
-        self, deltas: Iterable[memoryview], pieces: Sequence[memoryview], element_size: int
-    ) -> None:
-        """Add the differences of a chain to a chunk, which has the bytes of the whole base
-        and then those of the chunk. The order of the deltas does not matter.
+    def decoded(
+        self, deltas: Iterable[memoryview], nbytes: int, element_size: int
+    ) -> Iterator[DecodedDeltas]:
+        """Yield the differences of a chain, whose chunk has `nbytes` bytes. All of them are to
+        be added to the bytes of the whole base, in any order.
 
-        pieces: the buffers in which the chunk lies, each of whole words. Raises
-        IntegrityError if that is not possible. Then the content of `pieces` is
-        undefined.
+        Together, they may take much more memory than the chunk, so that the next ones
+        are decoded when those before are added. Raises IntegrityError.
         """
-        width, nbytes = word_size(element_size), sum(map(len, pieces))
-        sparse = list[bytes | memoryview]()
+        found = DecodedDeltas(word_size(element_size))
         for stored in deltas:
-            packed, gaps = self._decode(stored, nbytes, element_size)
-            if gaps is None:
-                at = 0
-                for piece in pieces:
-                    add(piece, packed[at : at + len(piece)], width)
-                    at += len(piece)
-                continue
-            sparse += packed, gaps
-            if sum(map(len, sparse)) > nbytes:
-                _scatter(pieces, width, sparse)
-        _scatter(pieces, width, sparse)
+            if found.nbytes > nbytes:
+                yield found
+                found = DecodedDeltas(word_size(element_size))
+            found.append(*self._decode(stored, nbytes, element_size))
+        yield found
 
     def _decode(
         self, stored: memoryview, nbytes: int, element_size: int
@@ -161,14 +200,3 @@ class Delta:
                 f"the listed words of a delta have {nbytes} bytes, but {len(body)} are stored"
             )
         return body
-
-
-def _scatter(pieces: Sequence[memoryview], width: int, sparse: list[bytes | memoryview]) -> None:
-    """Add the words of several deltas, and empty the list.
-
-    They are added together, since each pass over the chunk takes as long as reading it.
-    Raises IntegrityError if the gaps of a delta do not fit.
-    """
-    if sparse and not scatter(tuple(pieces), width, *sparse):
-        raise IntegrityError("the gaps of a delta do not place the words that it lists")
-    sparse.clear()

@@ -50,29 +50,38 @@ def add(raw: _Writable, words: _Bytes, width: int, /) -> None:
     newer += _fold(packed)
 
 
-def scatter(pieces: tuple[_Writable, ...], width: int, /, *words_and_gaps: _Bytes) -> bool:
-    """Add the packed delta words of one delta after another to the words of a chunk at
-    their places, which the gaps after them name. The chunk lies in pieces of whole words.
+def scatter(
+    piece: _Writable, first: int, width: int, places: bytearray, /, *words_and_gaps: _Bytes
+) -> bool:
+    """Add the packed delta words of one delta after another to those of a piece of the
+    chunk that their gaps place there. The piece begins at the word `first`.
 
-    Return False if the gaps of a delta do not place each of its words inside the chunk.
+    Return True if each word of each delta has found its place in the pieces so far.
+    `places` says between the pieces how far each delta has been added, and is zero
+    before the first one.
     """
     import numpy as np
 
-    newer = [_words(piece, width) for piece in pieces]
-    bounds = np.cumsum([0, *map(len, newer)])
-    for words, gaps in zip(words_and_gaps[::2], words_and_gaps[1::2], strict=True):
-        packed, passed = _words(words, width), np.frombuffer(gaps, np.uint8)
-        places = passed < _PASS
-        # Behind each byte: the words that were passed over and placed so far.
-        ends = np.cumsum(passed, dtype=np.int64) + np.cumsum(places)
-        at = ends[places] - 1
-        if len(at) != len(packed) or (len(ends) and ends[-1] > bounds[-1]):
-            return False
-        cuts = np.searchsorted(at, bounds)
-        for number, piece in enumerate(newer):
-            here = slice(cuts[number], cuts[number + 1])
-            piece[at[here] - bounds[number]] += _fold(packed[here])
-    return True
+    newer, sound = _words(piece, width), True
+    end = first + len(newer)
+    so_far = np.frombuffer(places, np.uint64).reshape(-1, 3)
+    for number, (words, gaps) in enumerate(
+        zip(words_and_gaps[::2], words_and_gaps[1::2], strict=True)
+    ):
+        begun, place, taken = map(int, so_far[number])
+        packed, passed = _words(words, width)[taken:], np.frombuffer(gaps, np.uint8)[begun:]
+        lists = passed < _PASS
+        # Behind each byte: the words that were listed, and the place.
+        counts = np.cumsum(lists)
+        ends = place + np.cumsum(passed, dtype=np.int64) + counts
+        later = np.flatnonzero(lists & ((ends > end) | (counts > len(packed))))
+        used = int(later[0]) if len(later) else len(passed)
+        at = ends[:used][lists[:used]] - 1
+        newer[at - first] += _fold(packed[: len(at)])
+        place = int(ends[used - 1]) if used else place
+        so_far[number] = begun + used, place, taken + len(at)
+        sound = sound and used == len(passed) and len(at) == len(packed) and place <= end
+    return sound
 
 
 def _words(buffer: _Bytes, width: int) -> Any:

@@ -63,5 +63,5 @@ def check_preamble(
 
 
 def check_zero(data: bytes | memoryview, what: str) -> None:
-    if any(data):
+    if bytes(data).count(0) != len(data):  # `any` takes a hundred times as long
         raise IntegrityError(f"{what}: padding is not zero")

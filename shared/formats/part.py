@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import os
 import struct
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Annotated, Protocol
 
 import msgspec
@@ -20,7 +21,7 @@ from crc32c import crc32c
 
 from ckptd.shared import names
 from ckptd.shared.codecs import codec
-from ckptd.shared.codecs.delta import DELTA, MOST_DELTAS, Delta
+from ckptd.shared.codecs.delta import DELTA, MOST_DELTAS, DecodedDeltas, Delta
 from ckptd.shared.codecs.planes import word_size
 from ckptd.shared.errors import IntegrityError, damage_in
 from ckptd.shared.formats.binary import (
@@ -145,6 +146,10 @@ class PartIndex(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 _FILES = threading.Semaphore(128)
 """Limits the local data files that the readers of this process keep open. A process
 may have 1024 descriptors by default.
+"""
+_PROCESSORS = threading.Semaphore(os.cpu_count() or 1)
+"""Limits the threads that add the deltas of chunks. More of them than processors get in
+each other's way: each has many short calls to make, which take turns.
 """
 _DELTA = Delta()
 _INDEX_DECODER = msgspec.msgpack.Decoder(PartIndex)
@@ -282,8 +287,8 @@ class PartReader:
             self.ranges = chunk_ranges(regions, self.index.chunk_size)
             self._check_chunks()
             self._check_bases()
-            for number in range(1, len(self.index.files) + 1):
-                self._check_data_file(number)
+        for number in range(1, len(self.index.files) + 1):
+            self._check_data_file(number)
         self.values = self.index.values
         self._keeps = self.longest_chain > 0
 
@@ -331,7 +336,7 @@ class PartReader:
                 raise FileNotFoundError
             source = self._open_file(name)
         except FileNotFoundError:
-            raise IntegrityError(f"its data file {name} is missing") from None
+            raise IntegrityError(f"{self.name}: its data file {name} is missing") from None
         with self._opening:
             if kept := number not in self._open and (
                 source.remote or (self._keeps and _FILES.acquire(blocking=False))
@@ -344,7 +349,7 @@ class PartReader:
                 source.close()
 
     def _check_data_file(self, number: int) -> None:
-        with self._file(number) as source:
+        with self._file(number) as source, damage_in(self.name):
             if source.size != self.index.files[number - 1]:
                 raise IntegrityError(f"its data file {number} is not as long as the index says")
             if not self._has_header_of(number, _read(source, ALIGN, 0)):
@@ -485,14 +490,14 @@ class PartReader:
             return False
         if deltas and any(len(piece) % word_size(chunk.element_size) for piece in pieces):
             return False
-        self._read_raw(number, whole, pieces)
-        if deltas:
-            self._add(number, deltas, pieces)
+        self._add(number, deltas, pieces, self._read_raw(number, whole, pieces))
         return True
 
-    def _read_raw(self, number: int, chunk: Chunk | Base, pieces: Sequence[memoryview]) -> None:
+    def _read_raw(
+        self, number: int, chunk: Chunk | Base, pieces: Sequence[memoryview]
+    ) -> Iterator[memoryview]:
         """Read and verify a chunk, or a base of a chunk, that is stored as it is,
-        straight into `pieces`.
+        straight into `pieces`. Yield each part of them once it is filled.
         """
         if self.remote:
             with self._stored_in(number, chunk) as (source, where):
@@ -500,17 +505,17 @@ class PartReader:
             if chunk.raw_crc != chunk.stored_crc:
                 raise IntegrityError(f"{where} holds other bytes than were saved")
             at = 0
-            for piece in pieces:
+            for piece in _cut(pieces):
                 piece[:] = stored[at : at + len(piece)]
                 at += len(piece)
+                yield piece
             return
         crc, position, end = 0, chunk.offset, chunk.offset + align(chunk.stored_length)
         with self._stored_in(number, chunk) as (source, where):
-            for whole in pieces:
-                for at in range(0, len(whole), PIECE):
-                    piece = whole[at : at + PIECE]
-                    _read_into(piece, source, position, where)
-                    crc, position = crc32c(piece, crc), position + len(piece)
+            for piece in _cut(pieces):
+                _read_into(piece, source, position, where)
+                crc, position = crc32c(piece, crc), position + len(piece)
+                yield piece
             padding = memoryview(bytearray(end - position))
             _read_into(padding, source, position, where)
         if crc != chunk.stored_crc:
@@ -523,9 +528,7 @@ class PartReader:
         if self.read_pieces(number, [raw]):
             return
         deltas, whole = self._chain(number)
-        self._decode_whole(number, whole, raw)
-        if deltas:
-            self._add(number, deltas, [raw])
+        self._add(number, deltas, [raw], self._decode_whole(number, whole, raw))
 
     def update_chunk(self, number: int, raw: memoryview, crc: int) -> bool:
         """Bring `raw`, which has the bytes of a chunk in an older part and this crc32c,
@@ -541,21 +544,46 @@ class PartReader:
             return False
         newer = deltas[len(known) - 1 - known[::-1].index(crc) :]
         if newer:
-            self._add(number, newer, [raw])
+            self._add(number, newer, [raw], _cut([raw]))
         return True
 
     def _add(
-        self, number: int, deltas: Sequence[Chunk | Base], pieces: Sequence[memoryview]
+        self,
+        number: int,
+        deltas: Sequence[Chunk | Base],
+        pieces: Sequence[memoryview],
+        filled: Iterator[memoryview],
     ) -> None:
-        """Add deltas of a chunk, its own the last one, and verify the result."""
+        """Add deltas of a chunk, its own the last one, and verify the result.
+
+        `filled` fills `pieces` with the bytes that the deltas are added to, and yields
+        each part that it has filled. The differences are added while this part is in
+        the cache of a core.
+        """
+        if not deltas:
+            for _ in filled:
+                pass
+            return
+        where = self._where(number, deltas[-1])
+        length, size = self.ranges[number].length, self.ranges[number].element_size
         stored = (self._stored_delta(number, delta) for delta in deltas)
-        with damage_in(self._where(number, deltas[-1])):
-            _DELTA.apply(stored, pieces, self.ranges[number].element_size)
-            crc = 0
-            for piece in pieces:
-                crc = crc32c(piece, crc)
-            if crc != deltas[-1].raw_crc:
-                raise IntegrityError("it holds other bytes than were saved")
+
+        def decoded() -> Iterator[DecodedDeltas]:
+            with damage_in(where):
+                yield from _DELTA.decoded(stored, length, size)
+
+        # A remote base is not awaited there.
+        with nullcontext() if self.remote else _PROCESSORS:
+            for differences in decoded():
+                crc = 0
+                for piece in filled:
+                    differences.add_to(piece)
+                    crc = crc32c(piece, crc)
+                with damage_in(where):
+                    differences.check()
+                filled = _cut(pieces)
+        if crc != deltas[-1].raw_crc:
+            raise IntegrityError(f"{where} holds other bytes than were saved")
 
     def _chain(self, number: int) -> tuple[list[Chunk | Base], Chunk | Base]:
         """Return the deltas of a chunk, its own last, and the whole chunk that they are
@@ -568,22 +596,30 @@ class PartReader:
             below = self.index.bases[below - 1].base
         return links[-2::-1], links[-1]
 
-    def _decode_whole(self, number: int, whole: Chunk | Base, raw: memoryview) -> None:
+    def _decode_whole(
+        self, number: int, whole: Chunk | Base, raw: memoryview
+    ) -> Iterator[memoryview]:
+        """Read, decode and verify a chunk, or a base of a chunk, as `_read_raw` does."""
         if whole.codec == codec.RAW and whole.stored_length == len(raw):
-            self._read_raw(number, whole, [raw])
+            yield from self._read_raw(number, whole, [raw])
             return
         with self._stored_in(number, whole) as (source, where):
             stored = self._stored(whole, source, where)
         with damage_in(where):
             codec.decoder(whole.codec).decode(stored, raw, self.ranges[number].element_size)
-        if crc32c(raw) != whole.raw_crc:
+        crc = 0
+        for piece in _cut([raw]):
+            crc = crc32c(piece, crc)
+            yield piece
+        if crc != whole.raw_crc:
             raise IntegrityError(f"{where} holds other bytes than were saved")
 
     def _stored_delta(self, number: int, delta: Chunk | Base) -> memoryview:
         """Read and verify the stored form of a delta of a chunk."""
         with self._stored_in(number, delta) as (source, where):
-            # A copy, since the buffer may be used again for the next one.
-            return memoryview(bytes(self._stored(delta, source, where)))
+            # Not the buffer of the thread, which is used again for the next one.
+            own = memoryview(bytearray(align(delta.stored_length)))
+            return self._stored(delta, source, where, own)
 
     @contextmanager
     def _stored_in(
@@ -595,9 +631,7 @@ class PartReader:
         that name what is `stored` there in an error.
         """
         chunk = stored or self.index.chunks[number]
-        with ExitStack() as held:
-            with damage_in(self.name):
-                source = held.enter_context(self._file(self._file_of(number, chunk)))
+        with self._file(self._file_of(number, chunk)) as source:
             yield source, self._where(number, chunk)
 
     def _file_of(self, number: int, stored: Chunk | Base) -> int:
@@ -615,10 +649,11 @@ class PartReader:
             f"{stored.offset + stored.stored_length}{of_file})"
         )
 
-    def _stored(self, chunk: Chunk | Base, source: Source, where: str) -> memoryview:
-        """Read and verify the stored form of a chunk, as a whole.
-
-        The result may be a buffer that this thread uses again.
+    def _stored(
+        self, chunk: Chunk | Base, source: Source, where: str, buffer: memoryview | None = None
+    ) -> memoryview:
+        """Read and verify the stored form of a chunk, as a whole, into `buffer`, or into
+        one that this thread uses again. A remote source may return its own.
         """
         length = align(chunk.stored_length)
         if source.remote:
@@ -626,7 +661,7 @@ class PartReader:
             if len(stored) < length:
                 raise IntegrityError(f"{where} is cut short")
         else:
-            stored = self._buffer(length)
+            stored = buffer or self._buffer(length)
             _read_into(stored, source, chunk.offset, where)
         if crc32c(stored[: chunk.stored_length]) != chunk.stored_crc:
             raise IntegrityError(f"{where} does not match its checksum")
@@ -642,6 +677,13 @@ class PartReader:
         if len(found) < length:
             found = self._local.buffer = bytearray(length)
         return memoryview(found)[:length]
+
+
+def _cut(pieces: Iterable[memoryview]) -> Iterator[memoryview]:
+    """Yield the pieces, divided so that each stays in the cache of a core."""
+    for piece in pieces:
+        for at in range(0, len(piece), PIECE):
+            yield piece[at : at + PIECE]
 
 
 def _read_into(buffer: memoryview, source: Source, offset: int, where: str) -> None:

@@ -10,7 +10,7 @@ import hashlib
 import mmap
 import os
 import random
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from crc32c import crc32c
 from hypothesis import settings
 
 from ckptd.shared.codecs import codec as codecs
+from ckptd.shared.codecs.delta import Delta
 from ckptd.shared.formats.binary import ALIGN, align
 from ckptd.shared.formats.manifest import Manifest, PartEntry
 from ckptd.shared.formats.part import Chunk, PartIndex, encode_end, encode_header
@@ -72,6 +73,16 @@ def encoded(encoder: codecs.Encoder, raw: bytes, element_size: int) -> bytes | N
     stored = bytearray(b"\xee" * len(raw))
     length = encoder.encode(memoryview(raw), element_size, memoryview(stored))
     return None if length is None else bytes(stored[:length])
+
+
+def apply(
+    codec: Delta, deltas: Iterable[memoryview], pieces: Sequence[memoryview], element_size: int
+) -> None:
+    """Add the deltas of a chain to the chunk that lies in `pieces`."""
+    for differences in codec.decoded(deltas, sum(map(len, pieces)), element_size):
+        for piece in pieces:
+            differences.add_to(piece)
+        differences.check()
 
 
 def sample_plan(floats: int = 6) -> Plan:

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from ckptd.shared.codecs.delta import Delta
 from ckptd.shared.codecs.planes import Planes, word_size
 from ckptd.shared.errors import IntegrityError
-from tests.shared.samples import encoded, steady
+from tests.shared.samples import apply, encoded, steady
 from tests.support.cases import each_case
 
 SIZES = (1, 2, 4, 8, 16)
@@ -31,9 +31,9 @@ def encode(raw: bytes, base: bytes, element_size: int) -> bytes | None:
     return None if length is None else bytes(stored[:length])
 
 
-def apply(stored: bytes, base: bytes, element_size: int) -> bytes:
+def decoded(stored: bytes, base: bytes, element_size: int) -> bytes:
     raw = bytearray(base)
-    Delta().apply([memoryview(stored)], [memoryview(raw)], element_size)
+    apply(Delta(), [memoryview(stored)], [memoryview(raw)], element_size)
     return bytes(raw)
 
 
@@ -54,7 +54,7 @@ def test_what_is_encoded_is_decoded(base: bytes, element_size: int, data: st.Dat
             raw[at] ^= 1 + at % 255
     stored = encode(bytes(raw), base, element_size)
     assert stored is None or len(stored) < len(raw)
-    assert stored is None or apply(stored, base, element_size) == raw
+    assert stored is None or decoded(stored, base, element_size) == raw
 
 
 @each_case("element_size", SIZES)
@@ -68,7 +68,7 @@ def test_every_density_comes_back(element_size: int, share: float) -> None:
         raw = changed(base, width, numbers, by)
         stored = encode(raw, base, element_size)
         assert stored is not None, by
-        assert apply(stored, base, element_size) == raw
+        assert decoded(stored, base, element_size) == raw
 
 
 def test_a_chunk_that_has_not_changed_takes_16_bytes() -> None:
@@ -108,9 +108,9 @@ def test_deltas_add_up() -> None:
         stored = encode(newer.tobytes(), older.tobytes(), 2)
         assert stored is not None
         deltas.append(memoryview(stored))
-        found = apply(stored, found, 2)
+        found = decoded(stored, found, 2)
         together = bytearray(slots[0].tobytes())
-        Delta().apply(deltas[::-1], [memoryview(together)], 2)
+        apply(Delta(), deltas[::-1], [memoryview(together)], 2)
         assert found == bytes(together) == newer.tobytes()
 
 
@@ -167,34 +167,34 @@ def _frame(content: bytes) -> bytes:
 )
 def test_an_impossible_delta_is_refused(stored: bytes, why: str) -> None:
     with pytest.raises(IntegrityError, match=why):
-        apply(stored, BASE, 2)
+        decoded(stored, BASE, 2)
 
 
 def test_gaps_that_decode_to_another_length_are_refused() -> None:
     frame = _frame(bytes(300))
     for claimed in (299, 301):
         with pytest.raises(IntegrityError, match="frame header that says 300"):
-            apply(HEAD.pack(300, 0, claimed, len(frame)) + frame + bytes(600), BASE, 2)
-    apply(HEAD.pack(300, 0, 300, len(frame)) + frame + bytes(600), BASE, 2)
+            decoded(HEAD.pack(300, 0, claimed, len(frame)) + frame + bytes(600), BASE, 2)
+    decoded(HEAD.pack(300, 0, 300, len(frame)) + frame + bytes(600), BASE, 2)
 
 
 def test_half_a_word_is_refused() -> None:
     with pytest.raises(IntegrityError, match="not possible"):
-        apply(HEAD.pack(0, 0, 0, 0), b"abc", 2)
+        decoded(HEAD.pack(0, 0, 0, 0), b"abc", 2)
 
 
 def test_a_bomb_is_refused_before_it_takes_memory() -> None:
     frame = _frame(bytes(1 << 26))
     with pytest.raises(IntegrityError, match="not possible"):
-        apply(HEAD.pack(1, 0, 1 << 26, len(frame)) + frame + b"ab", BASE, 2)
+        decoded(HEAD.pack(1, 0, 1 << 26, len(frame)) + frame + b"ab", BASE, 2)
     small = frame[:100]
     with pytest.raises(IntegrityError, match="frame header"):
-        apply(HEAD.pack(390, 0, 400, len(small)) + small + bytes(780), BASE, 2)
+        decoded(HEAD.pack(390, 0, 400, len(small)) + small + bytes(780), BASE, 2)
 
 
 def test_the_listed_words_are_those_of_planes() -> None:
     words = np.arange(400, dtype="<u2")
     planes = encoded(Planes(), words.tobytes(), 2)
     assert planes is not None
-    found = apply(HEAD.pack(400, 2, 0, 0) + planes, BASE, 2)
+    found = decoded(HEAD.pack(400, 2, 0, 0) + planes, BASE, 2)
     assert found == words.tobytes()

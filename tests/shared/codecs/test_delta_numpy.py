@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from types import ModuleType
 
 import numpy as np
@@ -14,6 +15,7 @@ from tests.shared.samples import steady
 
 compiled: ModuleType = pytest.importorskip("ckptd.shared.codecs._delta")
 WIDTHS = st.sampled_from([1, 2, 4, 8])
+PLACES = st.integers(0, 20) | st.integers(200, 600) | st.integers(0, 2**64 - 1)
 
 
 def slots(words: int, width: int, share: float, seed: int) -> tuple[bytes, bytes]:
@@ -40,7 +42,12 @@ def test_deltas_are_equal(width: int, words: int, share: float, seed: int) -> No
         )
         added, scattered = bytearray(base), bytearray(base)
         loops.add(added, dense, width)
-        assert loops.scatter((scattered,), width, packed[: listed * width], gaps[:written])
+        places, whole = bytearray(24), memoryview(scattered)
+        for first, end in ((0, words // 3), (words // 3, words)):
+            piece = whole[first * width : end * width]
+            differences = packed[: listed * width], gaps[:written]
+            sound = loops.scatter(piece, first, width, places, *differences)
+        assert sound
         assert added == scattered == raw
         results.append((listed, dense, packed[: listed * width], gaps[:written]))
     assert results[0] == results[1]
@@ -51,8 +58,8 @@ def test_deltas_are_equal(width: int, words: int, share: float, seed: int) -> No
 def test_the_same_gaps_are_refused(width: int, words: int, listed: int, gaps: bytes) -> None:
     packed = bytes(range(1, 1 + listed * width))
     first, second = bytearray(words * width), bytearray(words * width)
-    sound = compiled.scatter((first,), width, packed, gaps)
-    assert delta_numpy.scatter((second,), width, packed, gaps) is sound
+    sound = compiled.scatter(first, 0, width, bytearray(24), packed, gaps)
+    assert delta_numpy.scatter(second, 0, width, bytearray(24), packed, gaps) is sound
     assert first == second or not sound
 
 
@@ -62,7 +69,7 @@ def test_other_words_are_refused(width: int) -> None:
         lambda: compiled.subtract(b"12345678", bytearray(8), width),
         lambda: compiled.pack(bytearray(8), width, bytearray(8)),
         lambda: compiled.add(bytearray(8), b"12345678", width),
-        lambda: compiled.scatter((bytearray(8),), width, b"12345678", b""),
+        lambda: compiled.scatter(bytearray(8), 0, width, bytearray(24), b"12345678", b""),
     ):
         with pytest.raises(ValueError, match="whole words"):
             call()
@@ -73,7 +80,31 @@ def test_buffers_of_other_lengths_are_refused() -> None:
         lambda: compiled.subtract(b"1234", bytearray(8), 2),
         lambda: compiled.subtract(b"123", bytearray(3), 2),
         lambda: compiled.add(bytearray(8), b"1234", 2),
-        lambda: compiled.scatter((bytearray(7),), 2, b"1234", b""),
+        lambda: compiled.scatter(bytearray(7), 0, 2, bytearray(24), b"1234", b""),
+        lambda: compiled.scatter(bytearray(8), 0, 2, bytearray(24), b"123", b""),
+        lambda: compiled.scatter(bytearray(8), 0, 2, bytearray(23), b"1234", b"\0\0"),
     ):
         with pytest.raises(ValueError, match="whole words"):
             call()
+
+
+@steady
+@given(
+    WIDTHS,
+    st.integers(0, 60),
+    st.integers(0, 12),
+    st.binary(max_size=12),
+    st.integers(0, 300),
+    st.tuples(PLACES, PLACES, PLACES),
+)
+def test_no_places_lead_out_of_the_piece(
+    width: int, words: int, listed: int, gaps: bytes, first: int, places: tuple[int, ...]
+) -> None:
+    buffer = bytearray(b"\xee" * 4096 + bytes(words * width) + b"\xee" * 4096)
+    piece = memoryview(buffer)[4096:-4096]
+    so_far = bytearray(np.array(places, np.uint64).tobytes())
+    with suppress(ValueError):  # refused
+        for _ in range(3):
+            compiled.scatter(piece, first, width, so_far, b"\1" * (listed * width), gaps)
+            first += words
+    assert buffer[:4096] == buffer[-4096:] == b"\xee" * 4096

@@ -19,7 +19,7 @@ from ckptd.shared.codecs import delta, delta_numpy
 from ckptd.shared.codecs.delta import Delta
 from ckptd.shared.codecs.planes import PLANES, Planes, word_size
 from ckptd.shared.errors import IntegrityError
-from tests.shared.samples import encoded, steady
+from tests.shared.samples import apply, encoded, steady
 from tests.vectors.deltas import gaps_of, stored_form
 
 SIZES = (1, 2, 4, 8, 16)
@@ -47,7 +47,7 @@ def applied(stored: bytes, base: bytes, element_size: int, times: int = 1) -> by
         ends = sorted(len(base) // width * third // 3 * width for third in (0, 1, 1, 2))
         bounds = pairwise([0, *ends, len(base)])
         pieces = [chunk[start:end] for start, end in bounds]
-        Delta().apply([memoryview(stored)] * times, pieces, element_size)
+        apply(Delta(), [memoryview(stored)] * times, pieces, element_size)
     except IntegrityError:
         return None
     finally:
@@ -191,7 +191,7 @@ def test_a_chain_takes_no_more_memory_than_its_chunk_allows() -> None:
     chunk = memoryview(bytearray(words))
     tracemalloc.start()
     try:
-        Delta().apply([memoryview(stored)] * 64, [chunk], 1)
+        apply(Delta(), [memoryview(stored)] * 64, [chunk], 1)
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()

@@ -86,7 +86,10 @@ def chain(parts: Parts, steps: int, share: float = 0.01, **options: Any) -> None
 
 @pytest.mark.parametrize("codec_name", ["zstd", "planes"])
 @pytest.mark.parametrize(("files", "most"), [(1, 0), (3, 0)])
-def test_deltas_are_read_back(root: Parts, codec_name: str, files: int, most: int) -> None:
+def test_deltas_are_read_back(
+    root: Parts, codec_name: str, files: int, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(part, "PIECE", 4096)  # deltas are added to several pieces of a chunk
     chain(root, 6, files=files, codec_name=codec_name, most=most)
     for step in range(1, 7):
         root.check(step)
