@@ -11,7 +11,7 @@ import hashlib
 import math
 import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import msgspec
@@ -162,7 +162,10 @@ class PartWriter:
         self._spread = spread
         self._delta = Delta()
         self._linker, self._apart = linker, NOTHING.apart
-        self._linked: list[StoredFile] = []
+        # The files of older parts: all that may be linked, the numbers of those that are,
+        # by their places there, and the places of those that cannot be.
+        self._older: list[StoredFile] = []
+        self._numbers, self._refused = dict[int, int](), set[int]()
         self._files: list[_File] = []
         self.ranges, self.needed = list[ChunkRange](), 0
         self.offers: dict[int, BaseOffer] = {}
@@ -181,8 +184,11 @@ class PartWriter:
     def create(
         self, index: PartIndex, ranges: list[ChunkRange], documents: int, reuse: Reuse = NOTHING
     ) -> None:
-        """Link the files that `reuse` names, create the files to begin with, and
-        allocate room in them, as if no chunk shrinks but those that may be deltas.
+        """Link the files of the chunks that `reuse` keeps, create the files to begin with,
+        and allocate room in them, as if no chunk shrinks but those that may be deltas.
+
+        The files of a base are linked once there is a delta of it, so that none is linked
+        in vain.
 
         Afterwards `ranges`, `needed` and `offers` are set. `index` holds the values for
         the headers of the files. `documents` is the length of the plan and request
@@ -190,12 +196,10 @@ class PartWriter:
         """
         self._index, self._apart = index, reuse.apart
         reuse = self._link(reuse)
-        numbers = {position: 1 + position for position in range(len(reuse.files))}
-        self._unchanged = {offset: chunk.moved(numbers) for offset, chunk in reuse.chunks.items()}
-        self.offers = {
-            offset: BaseOffer(offer.base.moved(numbers), offer.share)
-            for offset, offer in reuse.offers.items()
+        self._unchanged = {
+            offset: chunk.moved(self._numbers) for offset, chunk in reuse.chunks.items()
         }
+        self.offers = reuse.offers
         self.ranges = [chunk for chunk in ranges if chunk.offset not in self._unchanged]
         whole = self.speeds.whole_seconds(
             sum(chunk.length for chunk in self.ranges), sum(map(self._whole, self.ranges))
@@ -239,28 +243,53 @@ class PartWriter:
         return align(math.ceil(share * chunk.length))
 
     def _link(self, reuse: Reuse) -> Reuse:
-        """Link the files that `reuse` names, and return what is left of it.
+        """Link the files of the chunks that `reuse` keeps, and return what is left of it.
 
-        Only the files that are used are linked in the end: after a file that cannot be
-        linked, all begins again without it.
+        After a file that cannot be linked, all begins again without it.
         """
-        linked = 0
-        while linked < len(reuse.files):
-            older, name = reuse.files[linked], self._name(1 + linked)
-            if self._linker is not None and self._linker.link(older, name):
-                self._linked.append(older)
-                failpoint("persist.linked")
-                linked += 1
-            else:
+        if self._linker is None:
+            reuse = reuse.of(())
+        self._older = reuse.files
+        for position in sorted(_used(reuse.chunks.values())):
+            if not self._link_file(position):
                 self._unlink()
-                reuse, linked = reuse.of(set(range(len(reuse.files))) - {linked}), 0
+                return self._link(reuse.of(set(range(len(reuse.files))) - {position}))
         return reuse
 
-    def _unlink(self) -> None:
-        for number in range(1, 1 + len(self._linked)):
+    def _link_file(self, position: int) -> bool:
+        """Link an older file. Return False if that is not possible."""
+        assert self._linker is not None
+        number = self._next_number()
+        if not self._linker.link(self._older[position], self._name(number)):
+            return False
+        self._numbers[position] = number
+        failpoint("persist.linked")
+        return True
+
+    def _link_base(self, base: StoredChunk) -> bool:
+        """Link all files that a delta of this base needs. Return False, and link none, if
+        that is not possible.
+        """
+        with self._lock:
+            linked = list[int]()
+            for position in sorted(_used([base]) - self._numbers.keys()):
+                if not self._link_file(position):
+                    self._refused.add(position)
+                    self._unlink(linked)
+                    return False
+                linked.append(position)
+        return True
+
+    def _unlink(self, positions: Iterable[int] | None = None) -> None:
+        """Remove the links of the older files at these places, by default all."""
+        for position in list(self._numbers if positions is None else positions):
             assert self._linker is not None
-            self._linker.remove(self._name(number))
-        self._linked.clear()
+            self._linker.remove(self._name(self._numbers.pop(position)))
+
+    def _next_number(self) -> int:
+        """Return the number of the next data file, after that of the last one."""
+        part_file = self._creator.head_last and bool(self._files)
+        return len(self._files) + len(self._numbers) + (0 if part_file else 1)
 
     def _add(self, group: _Group, room: int, reserved: int = 0) -> _File:
         """Create the next file, add it to the files of its group that are being filled,
@@ -269,11 +298,7 @@ class PartWriter:
         It gets room for `room` bytes of chunks and `reserved` bytes after them, but
         never more than `bytes_per_file`.
         """
-        number = len(self._files) + len(self._linked)
-        if not self._creator.head_last:
-            number += 1
-        elif not self._files:
-            number = 0
+        number = 0 if self._creator.head_last and not self._files else self._next_number()
         room += ALIGN + reserved
         file = self._create(number, min(room, self._spread.bytes_per_file or room), reserved)
         group.filling.append(file)
@@ -304,11 +329,18 @@ class PartWriter:
 
     def base_of(self, chunk: ChunkRange) -> Chunk | None:
         """Return the entry of the base that a chunk may be stored as a delta of, or None
-        if there is none, or if too many deltas of this part were made in vain.
+        if there is none, if its files cannot be linked, or if too many deltas of this part
+        were made in vain.
         """
         offer = self.offers.get(chunk.offset)
         with self._lock:
-            return None if offer is None or self._lost > self._most_lost else offer.base.entry
+            if (
+                offer is None
+                or self._lost > self._most_lost
+                or not self._refused.isdisjoint(_used([offer.base]))
+            ):
+                return None
+            return offer.base.entry
 
     def chunk(self, chunk: ChunkRange, raw: memoryview, stored: memoryview, crc: int) -> Chunk:
         """Encode and write one chunk, and return its index entry.
@@ -337,18 +369,19 @@ class PartWriter:
         read: Callable[[], bool] = lambda: True,
     ) -> Chunk | None:
         """Write one chunk as a delta, and return its index entry, or None if there is no
-        base, or if the delta is not as small as it was expected to be.
+        base, if its files cannot be linked, or if the delta is not as small as it was
+        expected to be.
 
         The first bytes of `base` are those of the base that `base_of` has named, once
         `read` has returned True. All else is as with `chunk`.
         """
-        whole, size = raw[: chunk.length], chunk.element_size
-        most = _MOST_LONGER * self.offers[chunk.offset].share * chunk.length + ALIGN
+        whole, size, offer = raw[: chunk.length], chunk.element_size, self.offers[chunk.offset]
+        most = _MOST_LONGER * offer.share * chunk.length + ALIGN
         with self.speeds.encoding() as spent:
             encoded = (
                 self._delta.encode(whole, base[: chunk.length], size, whole) if read() else None
             )
-        if encoded is None or encoded > most:
+        if encoded is None or encoded > most or not self._link_base(offer.base):
             self._made_in_vain(chunk, spent)
             return None
         self.speeds.add_delta(spent, chunk.length, self._delta.listed(whole, chunk.length, size))
@@ -429,10 +462,12 @@ class PartWriter:
         placed = [chunk.file for chunk in self._stored]
         first = self._files[0] if self._creator.head_last else None
         others = self._files[1:] if first is not None else list(self._files)
-        lengths = [older.size for older in self._linked] + [file.end for file in others]
+        older = {number: self._older[position] for position, number in self._numbers.items()}
+        sizes = {number: file.size for number, file in older.items()}
+        sizes |= {file.number: file.end for file in others}
+        lengths = [sizes[number] for number in sorted(sizes)]
         linked = [
-            msgspec.structs.replace(older.origin, number=number)
-            for number, older in enumerate(self._linked, 1)
+            msgspec.structs.replace(older[number].origin, number=number) for number in sorted(older)
         ]
         index = msgspec.structs.replace(
             index, chunks=chunks, files=lengths, placed=placed if lengths else [], linked=linked,
@@ -459,7 +494,7 @@ class PartWriter:
             rank=index.rank, file=self._name(0), bytes=first.end + sum(lengths),
             raw_bytes=sum(c.raw_length for c in chunks), items=items,
             index_sha256=hashlib.sha256(document).hexdigest(), files=1 + len(lengths),
-            linked_bytes=sum(older.size for older in self._linked),
+            linked_bytes=sum(file.size for file in older.values()),
             non_finite=None if index.non_finite is None else index.non_finite.values,
             chain=max((chunk.length_of_chain - 1 for chunk in self._stored), default=0),
             read_bytes=_stored_bytes(chunks, bases) if bases else 0,
@@ -469,20 +504,17 @@ class PartWriter:
         """Return a chunk with its place and its chain."""
         if (known := self._unchanged.get(chunk.raw_offset)) is not None:
             return known
-        base = self.offers[chunk.raw_offset].base if chunk.codec == DELTA else None
+        base = None
+        if chunk.codec == DELTA:
+            base = self.offers[chunk.raw_offset].base.moved(self._numbers)
         return StoredChunk(chunk, self._placed[chunk.raw_offset], base)
 
     def _bases(self) -> tuple[list[Base], list[int]]:
-        """Return `bases` and `based` of the index.
-
-        The bases of chunks that were written whole after all are listed, too. Otherwise
-        nothing might use a linked file, which a reader refuses.
-        """
+        """Return `bases` and `based` of the index."""
         bases, based = list[Base](), list[int]()
         for chunk in self._stored:
-            offer = self.offers.get(chunk.entry.raw_offset)
-            below, number = chunk.base if offer is None else offer.base, 0
-            for link in reversed([] if below is None else list(below.chain())):
+            number = 0
+            for link in reversed([] if chunk.base is None else list(chunk.base.chain())):
                 old = link.entry
                 bases.append(
                     Base(
@@ -491,7 +523,7 @@ class PartWriter:
                     )
                 )  # fmt: skip
                 number = len(bases)
-            based.append(number if chunk.base is not None else 0)
+            based.append(number)
         return bases, based if bases else []
 
     def stored(
@@ -530,6 +562,11 @@ class PartWriter:
         for file in self._files:
             file.sink.discard()
         self._unlink()
+
+
+def _used(chunks: Iterable[StoredChunk]) -> set[int]:
+    """Return the places of the files that hold these chunks and their chains."""
+    return {link.file for chunk in chunks for link in chunk.chain()}
 
 
 def _append(file: _File, end: bytes) -> None:

@@ -221,7 +221,10 @@ def test_a_reader_with_an_older_version_reads_only_the_deltas_since(
     chain(disk, 4, codec_name="planes")
     assert len(RANGES) > 9
     reader, older = disk.open(4), disk.slots[known]
-    for file in range(1, known + 1 if known < 4 else 4):
+    deltas, whole = reader._chain(RANGES.index(max(RANGES, key=lambda chunk: chunk.length)))
+    older_files = [link.file for link in (whole, *deltas) if isinstance(link, part.Base)][:known]
+    assert len(older_files) == min(known, 3)
+    for file in older_files:
         path_of(disk, 4, file).write_bytes(b"")  # it is open, and read no more
     for number, chunk in enumerate(RANGES):
         here = slice(chunk.offset, chunk.offset + chunk.length)
@@ -327,6 +330,34 @@ def test_a_base_that_cannot_be_linked_means_a_whole_chunk(
     disk.check(4)
     assert disk.entries[4].chain == 0
     assert len(disk.repository.files("gpt", tag_of(4))) == disk.entries[4].files
+
+
+def test_a_part_links_no_file_of_a_base_without_a_delta(disk: Parts) -> None:
+    """The chunks of one of the two files before are written whole after all."""
+    few = [n for n, chunk in enumerate(RANGES) if chunk.length == MIN_CHUNK][:4]
+    disk.save(1, START)
+    disk.save(2, drifted(START, 1), share=0.01, numbers=few, most_deltas=0)
+    slot = noise(7)
+    disk.save(3, slot, share=0.01)
+    assert disk.writer.in_vain
+    disk.check(3)
+    assert (disk.entries[3].linked_bytes, disk.entries[3].read_bytes) == (0, 0)
+    assert len(disk.repository.files("gpt", tag_of(3))) == disk.entries[3].files
+    reader = disk.open(3)
+    assert not reader.index.bases
+    assert not reader.index.linked
+    reader.close()
+    mixed = bytearray(noise(8))  # only some deltas pay
+    for number in few:
+        here = slice(RANGES[number].offset, RANGES[number].offset + RANGES[number].length)
+        mixed[here] = drifted(slot, 9)[here]
+    disk.save(4, mixed, share=0.01, numbers=range(len(RANGES)))
+    disk.check(4)
+    reader = disk.open(4)
+    used = {reader.index.bases[base - 1].file for base in reader.index.based if base}
+    assert used == {link.number for link in reader.index.linked}
+    assert len(reader.index.bases) == len(few)
+    reader.close()
 
 
 @each_case(("left", "most"), [(-1, 0), (0, 0), (1, 0), (2, 1), (9, 8), (90, 16)])
