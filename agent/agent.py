@@ -70,7 +70,6 @@ from ckptd.agent.state.capture import (
     rng_state,
     values_document,
 )
-from ckptd.agent.state.naming import modules_of
 from ckptd.agent.state.settings import settings_of
 from ckptd.agent.step_times import StepTimes
 from ckptd.agent.threads.call_lock import Nested
@@ -457,7 +456,7 @@ class Agent:
         finish = check.begin(found, handover.pending.step, handover.beside)
         handover.pending.uncompared = check.skipped > skipped
         transfer = handover.copy(
-            found.sources, layout, modules_of(state), found.unlike, captured.tensors.values()
+            found.sources, layout, captured.modules, found.unlike, captured.tensors.values()
         )
         documents = Documents(
             values, encoded, None if finish is None else partial(_with_replicas, request, finish)

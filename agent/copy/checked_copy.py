@@ -191,8 +191,9 @@ class CheckedCopy:
         """
         if not self._checked or len(self._crcs) < len(self._ends):
             return None
+        pieces = memoryview(values)
         return self._crcs + [
-            crc32c(values[at : at + self._chunk_size])
+            crc32c(pieces[at : at + self._chunk_size])
             for at in range(0, len(values), self._chunk_size)
         ]
 

@@ -18,7 +18,6 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-import msgspec
 import torch
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.tensor import DTensor
@@ -40,6 +39,7 @@ from ckptd.agent.state.tensor_check import check_values, is_uninitialized
 from ckptd.agent.state.versions import Versions, versions_of
 from ckptd.agent.state.wrappers import canonical_keys, flattens, unwrapped
 from ckptd.shared.errors import CkptdError, UnsavableValue
+from ckptd.shared.formats.bounds import Encoded
 
 _ITEM_OVERHEAD = 512  # bytes that one more tensor takes in plan and metadata, rounded up
 _PYTHON_RNG = struct.Struct("<625I")
@@ -52,13 +52,14 @@ class Captured:
     `state` is its encoded part of the values document, and `tensors` are its live
     tensors, by name. `parameters` is the encoded part of the values document with the
     forms of parameters, or empty. `versions` is the encoded part with the versions of
-    submodules, or empty.
+    submodules, or empty. `modules` are those of the state.
     """
 
     state: bytes
     tensors: dict[str, torch.Tensor]
     parameters: bytes = b""
     versions: bytes = b""
+    modules: list[torch.nn.Module] = field(default_factory=list)
 
     @property
     def encoded_bytes(self) -> int:
@@ -131,7 +132,10 @@ def capture(
 
 
 def _capture(state: Any, rank: int, habits: Habits, unsaved: dict[str, str] | None) -> Captured:
-    names = habits.names.of(state)
+    encoded = Encoded()
+    names = habits.names.of(state, encoded)
+    if names.modules:
+        encoded.clear()  # a state_dict may change lists of the state
     trees, versions = dict[int, dict[str, Any]](), dict[str, Versions]()
     # Of modules whose state_dict raises: it is not called again, as it may wait for the
     # other ranks.
@@ -150,26 +154,28 @@ def _capture(state: Any, rank: int, habits: Habits, unsaved: dict[str, str] | No
     def expand(value: Any, path: str) -> tuple[str, Any] | None:
         if id(value) in trees:
             return "module", trees[id(value)]
+        encoded.clear()
         with state_of(value, path):
             if id(value) in failed:
                 raise failed[id(value)]
             return expand_object(value, names, path)
 
     packer = (
-        Packer(expand, rank, habits.dicts)
+        Packer(expand, rank, habits.dicts, encoded)
         if unsaved is None
-        else LenientPacker(expand, rank, unsaved)
+        else LenientPacker(expand, rank, unsaved, encoded)
     )
-    encoded, tensors = packer.encode(state), packer.tensors
+    document, tensors = packer.encode(state), packer.tensors
     if not TENSORS.issuperset(map(type, tensors.values())):
         for name, tensor in tensors.items():
             check_values(name, tensor)
     versions = packer.versions | versions
     return Captured(
-        encoded,
+        document,
         tensors,
         _parameter_forms(names, tensors, habits.held),
         habits.versions.encode(versions),
+        [module for _, module in names.modules],
     )
 
 
@@ -230,8 +236,8 @@ def values_document(captured: Captured, *, rng: bool) -> bytes:
         "parameters": captured.parameters,
         "versions": captured.versions,
     }
-    encoded = {key: msgspec.Raw(part) for key, part in parts.items() if part}
-    return packer.encode_map({**encoded, "rng": packer.pack(rng_state() if rng else None, "rng")})
+    rest = {"rng": packer.pack(rng_state() if rng else None, "rng")}
+    return packer.encode_map(rest, {key: part for key, part in parts.items() if part})
 
 
 def expand_object(value: Any, names: Names, path: str = "") -> tuple[str, Any] | None:

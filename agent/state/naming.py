@@ -23,7 +23,7 @@ from ckptd.agent.state.packer import TENSORS
 from ckptd.agent.state.records import KINDS, WITH_FIELDS, kind_of
 from ckptd.agent.state.tree import PerRank
 from ckptd.agent.state.wrappers import Ways, canonical_names, flattens, former_name, unwrapped
-from ckptd.shared.formats.bounds import PLAIN_TYPES, types_of
+from ckptd.shared.formats.bounds import PLAIN_TYPES, Encoded, types_of
 
 T = TypeVar("T")
 ParameterKey = str | int
@@ -67,10 +67,6 @@ _EXTRA = "_extra_state"
 """The last component of the key of `Module.get_extra_state` in a state dict."""
 
 
-def modules_of(state: Any) -> list[torch.nn.Module]:
-    return [module for _, module in find(state, "", torch.nn.Module)]
-
-
 def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     """Return the parameters of an optimizer in the order of all groups, which is how
     `state_dict()` numbers them.
@@ -85,12 +81,17 @@ def is_stateful(value: Any) -> bool:
 
 
 def find(
-    state: Any, path: str, kind: type[T] | tuple[type[T], ...], *, tensors: bool = False
+    state: Any,
+    path: str,
+    kind: type[T] | tuple[type[T], ...],
+    *,
+    tensors: bool = False,
+    encoded: Encoded | None = None,
 ) -> Iterator[tuple[str, T]]:
     """Yield (key, object) for each object of `kind` in a state.
 
     The dicts, lists, tuples, records and `per_rank` values of the state are searched.
-    Tensors are passed over unless `tensors` is true.
+    Tensors are passed over unless `tensors` is true. `encoded` is as for `types_of`.
     """
     if isinstance(state, PerRank):
         state = state.value
@@ -100,17 +101,18 @@ def find(
         flat = types_of(state.values()) <= (PLAIN_TYPES if tensors else _LEAVES)
         for key, value in state.items() if not flat else ():
             if tensors or not isinstance(value, torch.Tensor):
-                yield from find(value, f"{path}.{key}" if path else str(key), kind, tensors=tensors)
+                where = f"{path}.{key}" if path else str(key)
+                yield from find(value, where, kind, tensors=tensors, encoded=encoded)
     elif (record := kind_of(state)) in WITH_FIELDS and not is_stateful(state):
-        yield from find(KINDS[record].fields(state), path, kind, tensors=tensors)
+        fields = KINDS[record].fields(state)
+        yield from find(fields, path, kind, tensors=tensors, encoded=encoded)
     elif isinstance(state, (list, tuple)):
         # A history has a million numbers.
-        flat = types_of(state) <= (PLAIN_TYPES if tensors else _LEAVES)
+        flat = types_of(state, encoded) <= (PLAIN_TYPES if tensors else _LEAVES)
         for number, value in enumerate(state if not flat else ()):
             if tensors or not isinstance(value, torch.Tensor):
-                yield from find(
-                    value, f"{path}.{number}" if path else str(number), kind, tensors=tensors
-                )
+                where = f"{path}.{number}" if path else str(number)
+                yield from find(value, where, kind, tensors=tensors, encoded=encoded)
 
 
 _BARE = -1
@@ -158,10 +160,10 @@ class Names:
     """The names of the parameters in a state, for each optimizer.
 
     modules: the modules in the state, with their keys. optimizers: the optimizers in
-    the state. optimizer_paths: the keys of the optimizers.
+    the state. optimizer_paths: the keys of the optimizers. `encoded` is as for `types_of`.
     """
 
-    def __init__(self, state: Any = None) -> None:
+    def __init__(self, state: Any = None, encoded: Encoded | None = None) -> None:
         self._state = state
         self.modules: list[tuple[str, torch.nn.Module]] = []
         self.optimizers: list[torch.optim.Optimizer] = []
@@ -170,7 +172,7 @@ class Names:
             torch.nn.Module,
             torch.optim.Optimizer,
         )
-        for path, found in find(state, "", kinds):
+        for path, found in find(state, "", kinds, encoded=encoded):
             if isinstance(found, torch.nn.Module):
                 self.modules.append((path, found))
             else:
@@ -454,9 +456,9 @@ class KeptNames:
     kinds: list[type] = field(default_factory=list)
     places: list[tuple[int, str]] | None = None
 
-    def of(self, state: Any) -> Names:
-        """Return the names of the parameters in `state`."""
-        names = Names(state)
+    def of(self, state: Any, encoded: Encoded | None = None) -> Names:
+        """Return the names of the parameters in `state`. `encoded` is as for `types_of`."""
+        names = Names(state, encoded)
         modules = [module for _, module in names.modules]
         parameters = [parameters_of(optimizer) for optimizer in names.optimizers]
         if self._hold(state, names, parameters):

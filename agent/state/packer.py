@@ -15,7 +15,7 @@ import pathlib
 import sys
 import warnings
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import lru_cache, partial
 from itertools import chain, islice
 from operator import attrgetter
@@ -80,7 +80,13 @@ from ckptd.agent.state.values import (
 from ckptd.agent.state.versions import Versions, plain_metadata
 from ckptd.shared.errors import IntegrityError, UnsavableValue
 from ckptd.shared.formats import bounds
-from ckptd.shared.formats.bounds import MAX_DEPTH, PLAIN_TYPES, check_msgpack, types_of
+from ckptd.shared.formats.bounds import (
+    MAX_DEPTH,
+    PLAIN_TYPES,
+    Encoded,
+    check_msgpack,
+    types_of,
+)
 from ckptd.shared.formats.plan import MAX_DOCUMENT
 from ckptd.shared.formats.standard import parts_of, stream_parts
 
@@ -90,8 +96,22 @@ _TEXT = frozenset({str})
 TENSORS = frozenset({torch.Tensor, torch.nn.Parameter, DTensor})
 
 
+class _Floats:
+    """A long list of floats in a packed tree."""
+
+    __slots__ = ("encoded", "values")
+
+    def __init__(self, values: Collection[Any], encoded: Encoded) -> None:
+        self.values, self.encoded = values, encoded
+
+    def msgpack(self) -> Any:
+        """Return the msgpack of the list, or the list if its msgpack is not known."""
+        known = self.encoded.get(id(self.values))
+        return self.values if known is None else msgspec.Raw(known[1])
+
+
 def _encode(value: Any) -> bytes:
-    return msgspec.msgpack.encode(value)
+    return msgspec.msgpack.encode(value, enc_hook=_Floats.msgpack)
 
 
 def _reference(name: str) -> Ext:
@@ -147,7 +167,8 @@ class Packer:
     name, in order. `expand`, if given, is called with each value of an unknown type and
     its path, and returns (kind, plain tree) or None. `rank` becomes part of the names
     of tensors in a `per_rank` value. `known` is filled, and makes the next packing of a
-    state with the same keys faster.
+    state with the same keys faster. `encoded` has lists of the state. `expand` clears it
+    where it runs code of the caller's, which may change them.
 
     `objects` is at least the number of maps, lists, texts and extensions in the packed
     values. `versions` has the metadata of each state dict of a module among the values,
@@ -159,8 +180,10 @@ class Packer:
         expand: Callable[[Any, str], tuple[str, Any] | None] | None = None,
         rank: int = 0,
         known: KnownDicts | None = None,
+        encoded: Encoded | None = None,
     ) -> None:
         self._known: KnownDicts = {} if known is None else known
+        self._lists: Encoded = {} if encoded is None else encoded
         self.tensors: dict[str, torch.Tensor] = {}
         self.versions: dict[str, Versions] = {}
         self.objects = 0
@@ -178,12 +201,25 @@ class Packer:
         """
         return self._encoded(self.pack(value, prefix), within=True)
 
-    def encode_map(self, packed: dict[str, Any]) -> bytes:
+    def encode_map(
+        self, packed: dict[str, Any], encoded: Mapping[str, bytes] | None = None
+    ) -> bytes:
         """Return the document of values that this packer has packed.
 
-        Raises UnsavableValue if it is too large for a reader.
+        encoded: further values, by key, that come first. There may be 15 keys in all.
+
+        Raises UnsavableValue if the document is too large for a reader.
         """
-        return self._encoded(packed)
+        document = self._encoded(packed)
+        if encoded:
+            # In one piece of memory: msgspec would make larger ones, and the C library would
+            # then give the memory back, and have it faulted in again at each snapshot.
+            count = len(encoded) + len(packed)
+            assert count < 16  # a map with a head of one byte
+            parts = (part for key, value in encoded.items() for part in (_encode(key), value))
+            document = b"".join((bytes([0x80 + count]), *parts, document[1:]))
+            check_size(document, self.objects)
+        return document
 
     def _encoded(self, packed: Any, *, within: bool = False) -> bytes:
         try:
@@ -224,7 +260,7 @@ class Packer:
         sequence itself.
         """
         if self._is_flat(values):
-            return values
+            return _Floats(values, self._lists) if id(values) in self._lists else values
         prefix = f"{path}." if path else ""
         return [
             item if type(item) in _NUMBERS else self.pack(item, f"{prefix}{n}")
@@ -237,7 +273,7 @@ class Packer:
         Adds the texts among the values to `objects`.
         """
         # A state may hold millions of plain values, so all of this runs in C.
-        kinds = types_of(values)
+        kinds = types_of(values, self._lists)
         if not kinds <= PLAIN_TYPES:
             return False
         if str in kinds:
@@ -517,8 +553,9 @@ class LenientPacker(Packer):
         expand: Callable[[Any, str], tuple[str, Any] | None],
         rank: int,
         unsaved: dict[str, str],
+        encoded: Encoded | None = None,
     ) -> None:
-        super().__init__(expand, rank)
+        super().__init__(expand, rank, encoded=encoded)
         self._unsaved = unsaved
 
     def pack(self, value: Any, path: str) -> Any:

@@ -5,9 +5,12 @@ restored.
 from __future__ import annotations
 
 import random
+import struct
+from collections import deque
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -79,6 +82,9 @@ def test_only_objects_with_both_methods_are_expanded() -> None:
 def test_the_document_has_the_generators_if_they_are_wanted() -> None:
     found = capture({"n": 5})
     assert decode(values_document(found, rng=False)) == {"state": {"n": 5}, "rng": None}
+    assert values_document(found, rng=False) == msgspec.msgpack.encode(
+        {"state": {"n": 5}, "rng": None}
+    )
     document = decode(values_document(found, rng=True))
     assert document["state"] == {"n": 5}
     assert {"python", "torch", "numpy"} <= document["rng"].keys()
@@ -115,6 +121,53 @@ def test_what_has_no_end_is_refused(state: Any, words: str) -> None:
     with pytest.raises(UnsavableValue) as caught:
         capture(state)
     assert str(caught.value).startswith(words)
+
+
+class Log:
+    """Writes what it has gathered to a list when its state is taken."""
+
+    def __init__(self, losses: list[float]) -> None:
+        self.losses = losses
+
+    def state_dict(self) -> dict[str, Any]:
+        self.losses[0] = 7.0
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+def module_with(log: Log) -> torch.nn.Module:
+    module = torch.nn.Linear(1, 1)
+    module._register_state_dict_hook(lambda *_: log.state_dict())
+    return module
+
+
+@each_case("make", [lambda log: log, lambda log: [log], module_with])
+def test_a_list_that_a_state_dict_changes_is_saved_as_it_is_then(make: Any) -> None:
+    for count in (3, 5000):
+        for order in (1, -1):
+            losses = [0.5] * count
+            state = dict([("log", make(Log(losses))), ("losses", losses)][::order])
+            assert decode(capture(state).state)["losses"] == [7.0, *losses[1:]]
+
+
+def test_long_lists_of_floats_come_back_bit_for_bit() -> None:
+    """Lists that exist only while the state is captured, as those of deques, do not take
+    one another's place.
+    """
+    bits = [0x7FF0DEADBEEF0001, 0xFFF8000000000000, 1 << 63, 1, 0x7FF0000000000000]
+    special = list(struct.unpack("<5d", struct.pack("<5Q", *bits)))
+    floats = [number / 7 for number in range(2000)]
+    state = {
+        "list": special + floats,
+        "tuple": (special * 400, [True, *floats], [0.5, 1, *floats]),
+        "deques": [deque(n + value for value in floats) for n in range(20)],
+        "same": [floats, floats],
+    }
+    found = decode(capture(state).state)
+    assert repr(found) == repr(state)
+    for one, other in ((found["list"], state["list"]), (found["tuple"][0], special * 400)):
+        assert struct.pack(f"<{len(one)}d", *one) == struct.pack(f"<{len(other)}d", *other)
 
 
 def test_an_error_of_a_state_dict_is_told_with_its_key() -> None:

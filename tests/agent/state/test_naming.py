@@ -24,7 +24,6 @@ from ckptd.agent.state.naming import (
     buffer_names,
     find,
     learned_names,
-    modules_of,
     with_current_names,
 )
 from tests.support.wrapped import Scaled
@@ -40,7 +39,6 @@ def test_objects_are_found_by_their_keys() -> None:
     }
     assert list(find(state, "", nn.Linear)) == [("a", one), ("list.1.0", two), ("own.c", three)]
     assert list(find(one, "", nn.Linear)) == [("", one)]
-    assert modules_of([one, [two]]) == [one, two]
     assert list(find({1: [one]}, "", nn.Linear)) == [("1.0", one)]
 
 

@@ -482,3 +482,12 @@ def test_the_types_of_many_values_are_those_of_each() -> None:
         for values in ([*floats, other], [0.5, other, *floats]):
             assert bounds.types_of(values) == {float, type(other)}
     assert bounds.types_of(tuple(floats)) == {float}
+
+
+def test_a_long_list_of_floats_is_encoded_once() -> None:
+    floats, short, encoded = [0.5] * 2000, [0.5] * 3, bounds.Encoded()
+    for values in (floats, short, [0.5, 1] * 1000, tuple(floats)):
+        bounds.types_of(values, encoded)
+    assert encoded == {id(floats): (floats, msgspec.msgpack.encode(floats))}
+    floats[0] = "changed"  # type: ignore[call-overload]
+    assert bounds.types_of(floats, encoded) == {float}, "the list was looked at again"
