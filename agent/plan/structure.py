@@ -8,12 +8,12 @@ thousand tensors are compared in one call, or in columns.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from importlib import import_module
 from itertools import chain
 from operator import attrgetter
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
@@ -232,17 +232,46 @@ def lacking_memory(part: torch.Tensor) -> str:
     return "" if held >= needed else f"the tensor needs {needed} bytes, and its storage has {held}"
 
 
+def all_lacking_memory(parts: Sequence[torch.Tensor]) -> list[int]:
+    """Return the numbers of the tensors for which `lacking_memory` gives a phrase."""
+    if not PLAIN.issuperset(map(type, parts)):
+        return [number for number, part in enumerate(parts) if lacking_memory(part)]
+    kinds = list(zip(map(_dtype, parts), map(_shape, parts), map(_stride, parts), strict=True))
+    spans = {
+        kind: (part.element_size(), reach(part)) if part.numel() and not part.is_meta else None
+        for kind, part in firsts(kinds, parts).items()
+    }
+    storages = map(torch.UntypedStorage.nbytes, map(torch.Tensor.untyped_storage, parts))
+    found = zip(kinds, map(torch.Tensor.storage_offset, parts), storages, strict=True)
+    return [
+        number
+        for number, (kind, offset, held) in enumerate(found)
+        if (span := spans[kind]) is not None and held < offset * span[0] + span[1]
+    ]
+
+
+_Kind = TypeVar("_Kind")
+_Value = TypeVar("_Value")
+
+
+def firsts(kinds: Sequence[_Kind], values: Sequence[_Value]) -> dict[_Kind, _Value]:
+    """Return the first of the values of each kind.
+
+    Many tensors are of few kinds: what depends on the kind alone is found out once.
+    """
+    return dict(zip(reversed(kinds), reversed(values), strict=True))
+
+
 def _check_memory(tensors: dict[str, torch.Tensor], parts: list[torch.Tensor]) -> None:
     """Raise UnsavableValue for a tensor whose storage was freed or has shrunk.
 
     For example, `untyped_storage().resize_()` can free or shrink a storage.
     """
-    for name, part in zip(tensors, parts, strict=True):
-        if lacking := lacking_memory(part):
-            raise UnsavableValue(
-                f"{name}: {lacking}: take the snapshot while the tensor has its memory, or leave "
-                f"the tensor out of the state"
-            )
+    for number in all_lacking_memory(parts):
+        raise UnsavableValue(
+            f"{list(tensors)[number]}: {lacking_memory(parts[number])}: take the snapshot while "
+            f"the tensor has its memory, or leave the tensor out of the state"
+        )
 
 
 def _parts(values: list[torch.Tensor]) -> tuple[list[torch.Tensor], list[object]]:
@@ -264,7 +293,7 @@ def _blocks(count: int) -> list[slice]:
 def _columns(parts: list[torch.Tensor]) -> Columns:
     return (
         list(map(type, parts)), list(map(_dtype, parts)), list(map(_shape, parts)),
-        list(map(torch.Tensor.stride, parts)), list(map(_requires_grad, parts)),
+        list(map(_stride, parts)), list(map(_requires_grad, parts)),
     )  # fmt: skip
 
 
@@ -300,6 +329,7 @@ def _passes(guard: Callable[..., bool], parts: list[torch.Tensor]) -> bool:
         return guard(*parts)
 
 
+_stride = torch.Tensor.stride
 _shape, _dtype, _device, _requires_grad = (
     attrgetter(name) for name in ("shape", "dtype", "device", "requires_grad")
 )

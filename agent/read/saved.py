@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from ckptd.agent.plan.structure import firsts
 from ckptd.agent.state.dtypes import dtype_of, plain_name
 from ckptd.shared.errors import IntegrityError, NotFound, StructureMismatch
 from ckptd.shared.formats.coverage import check_alike, check_cover, two_dtypes, two_sizes
@@ -146,6 +147,20 @@ class Saved:
         """
         described = self.describe(name)
         return described.dtype, tuple(described.size)
+
+    def described(self, names: Sequence[str]) -> list[tuple[tuple[int, ...], torch.dtype]]:
+        """Return the size and the dtype of each tensor. Raises as `dtype`."""
+        self.ensure_all(names)
+        entries = [
+            shards[0].item if (shards := self.shards.get(name)) and name[:1] != HIDDEN
+            else self.describe(name)
+            for name in names
+        ]  # fmt: skip
+        kinds = [(entry.size, entry.dtype) for entry in entries]
+        known = {kind: (kind[0], self.dtype(name)) for kind, name in firsts(kinds, names).items()}
+        found = list(map(known.__getitem__, kinds))
+        self._dtypes.update(zip(names, (dtype for _, dtype in found), strict=True))
+        return found
 
     def dtype(self, name: str) -> torch.dtype:
         """Return the dtype of a tensor.

@@ -77,7 +77,7 @@ class Binding:
         self._leaves = leaves = Leaves(saved, options, foreign or {}, self._of_ranks)
         names = Names(state)
         kept = kept_parameters(names, leaves.is_kept) if options.keep else frozenset[int]()
-        self._modules = Modules(leaves, self._bind, versions or {})
+        self._modules = Modules(leaves, self._bind_each, versions or {})
         self._optimizers = Optimizers(
             leaves, names, SavedParameters(tree, saved, recorded), self._bind, kept
         )
@@ -223,6 +223,30 @@ class Binding:
             return self._leaves.other_kind(path, saved, f"a {type(place).__name__}")
         return self._leaves.make(saved, path)
 
+    def _bind_each(self, pairs: Mapping[Any, tuple[Any, Any, str]]) -> dict[Any, Value]:
+        """Bind values of the state, by any key: each with the saved value, and its path.
+
+        Return the `Value` of each. Tensors that fit are bound all at once.
+        """
+        if self._leaves.options.keep:
+            return {key: self._bind(*pair) for key, pair in pairs.items()}
+        tensors = {
+            key: pair
+            for key, pair in pairs.items()
+            if type(pair[1]) is TensorRef
+            and type(pair[0]) in PLAIN
+            and pair[0].layout is torch.strided
+            and not pair[0].is_nested
+        }
+        if tensors:
+            places, refs, paths = zip(*tensors.values(), strict=True)
+            keys = list(tensors)
+            for number in self._leaves.tensors(places, [ref.fqn for ref in refs], paths):
+                del tensors[keys[number]]
+        return {
+            key: unchanged if key in tensors else self._bind(*pair) for key, pair in pairs.items()
+        }
+
     def _of_ranks(self, place: Any, saved: OfRanks, path: str) -> Value:
         if isinstance(place, PerRank):
             return _marked(self._of_ranks(place.value, saved, path))
@@ -252,20 +276,17 @@ class Binding:
             return self._leaves.into(partial(_update, place), saved, path)
         self._leaves.compare(list(saved), list(place), path)
         inside = f"{path}." if path else ""
-        values = {
-            key: self._bind(place[key], saved[key], f"{inside}{key}")
-            for key in place
-            if key in saved
-        }
+        keys = [key for key in place if key in saved]
+        values = self._bind_each({key: (place[key], saved[key], f"{inside}{key}") for key in keys})
         taken = [
             key
-            for key in values
+            for key in keys
             if hasattr(saved, "_metadata") and not self._leaves.is_kept(f"{inside}{key}")
         ]
 
         def put(resolve: Resolve) -> Any:
             for key, value in values.items():
-                if (made := value(resolve)) is not KEEP:
+                if value is not unchanged and (made := value(resolve)) is not KEEP:
                     place[key] = made
             if isinstance(place, OrderedDict):  # its order is part of its value
                 for key in saved:

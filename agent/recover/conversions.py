@@ -11,13 +11,14 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from itertools import chain
+from operator import attrgetter
 from typing import NamedTuple
 
 import torch
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.tensor import DTensor
 
-from ckptd.agent.plan.structure import local_part, reach
+from ckptd.agent.plan.structure import firsts, local_part, reach
 from ckptd.agent.read.loader import copy_any
 from ckptd.agent.read.saved import Saved
 from ckptd.agent.state.dtypes import copyable
@@ -251,34 +252,49 @@ def unequal(
 # -- one memory
 
 
-class _Range(NamedTuple):
-    """The range of addresses that a destination spans."""
-
-    name: str
-    begin: int
-    end: int
-
-
 def sharing(destinations: Mapping[str, torch.Tensor]) -> list[list[str]]:
     """Return the names of the destinations that overlap in memory, group by group.
 
     Shards of a ShardedTensor are not examined.
     """
-    ranges: dict[torch.device, list[_Range]] = {}
+    names, parts = list[str](), list[torch.Tensor]()
     for name, tensor in destinations.items():
-        part = local_part(tensor) if not isinstance(tensor, ShardedTensor) else None
-        if part is not None and part.numel() and (begin := part.data_ptr()):
-            ranges.setdefault(part.device, []).append(_Range(name, begin, begin + reach(part)))
+        if not isinstance(tensor, ShardedTensor):
+            names.append(name)
+            parts.append(local_part(tensor))
     groups: list[list[str]] = []
-    for found in ranges.values():
-        found.sort(key=lambda one: one.begin)
-        end = 0
-        for one in found:
-            if one.begin >= end:
-                groups.append(group := [])
-            group.append(one.name)
-            end = max(end, one.end)
-    return [group for group in groups if len(group) > 1]
+    for device in dict.fromkeys(map(_device, parts)):
+        here = [number for number, part in enumerate(parts) if part.device == device]
+        groups += _overlapping([names[n] for n in here], [parts[n] for n in here])
+    return groups
+
+
+_device, _dtype, _shape = attrgetter("device"), attrgetter("dtype"), attrgetter("shape")
+
+
+def _overlapping(names: Sequence[str], parts: Sequence[torch.Tensor]) -> list[list[str]]:
+    """Return the names of the tensors of one device that overlap in memory, group by
+    group.
+    """
+    kinds = list(
+        zip(map(_dtype, parts), map(_shape, parts), map(torch.Tensor.stride, parts), strict=True)
+    )
+    spans = {
+        kind: reach(part) if part.numel() else 0 for kind, part in firsts(kinds, parts).items()
+    }
+    import numpy as np
+
+    begins = np.fromiter(map(torch.Tensor.data_ptr, parts), np.uint64, len(parts))
+    lengths = np.fromiter(map(spans.__getitem__, kinds), np.uint64, len(parts))
+    order = np.argsort(begins, kind="stable")
+    order = order[(begins[order] > 0) & (lengths[order] > 0)]
+    ends = np.maximum.accumulate((begins + lengths)[order])
+    apart = np.flatnonzero(begins[order][1:] >= ends[:-1]) + 1
+    if len(apart) + 1 >= len(order):
+        return []
+    return [
+        [names[number] for number in group] for group in np.split(order, apart) if len(group) > 1
+    ]
 
 
 def shared_losses(

@@ -4,16 +4,18 @@ to make, keys to compare, differences, and calls of the loaders of the caller's 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
+from itertools import chain
+from operator import attrgetter
 from typing import Any
 
 import torch
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.tensor import DTensor
 
-from ckptd.agent.plan.structure import lacking_memory, local_part
+from ckptd.agent.plan.structure import all_lacking_memory, firsts, lacking_memory, local_part
 from ckptd.agent.read.saved import Saved
 from ckptd.agent.recover.conversions import (
     Read,
@@ -44,6 +46,9 @@ from ckptd.agent.state.tree import (
     unavailable,
 )
 from ckptd.shared.errors import CkptdError, RecoveryFailed
+
+_dtype, _shape, _is_meta = attrgetter("dtype"), attrgetter("shape"), attrgetter("is_meta")
+_stride = torch.Tensor.stride
 
 Resolve = Callable[[str], torch.Tensor]
 KEEP = object()
@@ -159,39 +164,47 @@ class Leaves:
         """Bind a tensor, which is filled in place."""
         if not isinstance(saved, TensorRef):
             return self.other_kind(path, saved, "a tensor")
-        if is_fake(place):
-            return self.differ(
-                f"{path}: the state's tensor is a fake tensor, which has no memory; make it "
-                f"outside of FakeTensorMode",
-                keep=path,
-            )
-        if is_uninitialized(place):
-            return self.differ(
-                f"{path}: the state's tensor has no memory yet; run one forward pass of the lazy "
-                f"module first",
-                keep=path,
-            )
-        self.matched += 1
         size, dtype = self.saved.describe(saved.fqn).size, self.saved.dtype(saved.fqn)
-        if place.shape != size:
-            return self.differ(
-                f"{path}: the checkpoint has shape {list(size)}, the state {list(place.shape)}",
-                keep=path,
-            )
         part = local_part(place)
-        if lacking := _without_memory(part):
-            return self.differ(f"{path}: {lacking}", keep=path)
-        if is_expanded(part):
-            return self.differ(
-                f"{path}: the state's tensor is expanded, so that its elements share memory; "
-                f"clone() it first",
-                keep=path,
-            )
-        if why := refused(dtype, place.dtype):
-            return self.differ(_other_dtype(path, dtype, place.dtype, why), keep=path)
+        if why := _misfit(place, size, dtype) or _without_memory(part):
+            return self.differ(f"{path}: {why}", keep=path)
+        self.matched += 1
         self.in_place[saved.fqn] = place if isinstance(place, ShardedTensor) else place.detach()
         self.paths[saved.fqn] = path
         return unchanged
+
+    def tensors(
+        self, places: Sequence[torch.Tensor], names: Sequence[str], paths: Sequence[str]
+    ) -> list[int]:
+        """Bind strided tensors of the classes in PLAIN that fit, as `tensor` does.
+
+        Return the numbers of the others.
+        """
+        forms = self.saved.described(names)
+        columns = map(type, places), map(_dtype, places), map(_shape, places), map(_stride, places)
+        kinds = list(zip(*columns, map(_is_meta, places), forms, strict=True))
+        fitting = {
+            kind
+            for kind, place in firsts(kinds, places).items()
+            if not _misfit(place, *kind[-1]) and not place.is_meta
+        }
+        others = all_lacking_memory(places)
+        if len(fitting) < len(set(kinds)):
+            others = sorted({*others, *(n for n, kind in enumerate(kinds) if kind not in fitting)})
+        left = set(others)
+        bound = [n for n in range(len(places)) if n not in left] if left else range(len(places))
+        self.matched += len(bound)
+        self.in_place.update(
+            (
+                names[n],
+                place
+                if type(place) is torch.Tensor and not place.requires_grad
+                else place.detach(),
+            )
+            for n, place in zip(bound, map(places.__getitem__, bound), strict=True)
+        )
+        self.paths.update((names[n], paths[n]) for n in bound)
+        return others
 
     def convert(self, name: str, path: str, dtype: torch.dtype) -> None:
         """Have the saved tensor of this name made in another dtype.
@@ -228,9 +241,10 @@ class Leaves:
         decide it.
         """
         wanted: dict[str, tuple[torch.Tensor | None, torch.dtype]] = {
-            name: (place, place.dtype) for name, place in self.in_place.items()
+            name: (place, place.dtype)
+            for name, place in chain(self.in_place.items(), self._loaded.items())
+            if place.dtype is not self.saved.dtype(name)
         }
-        wanted |= {name: (place, place.dtype) for name, place in self._loaded.items()}
         wanted |= {name: (None, dtype) for name, dtype in self.fresh_dtypes.items()}
         for name, loss in converted_losses(self.saved, wanted, read):
             path = self.paths[name]
@@ -380,9 +394,35 @@ class Leaves:
         return lambda resolve: like(saved, [item(resolve) for item in items])
 
 
-def _other_dtype(path: str, theirs: torch.dtype, ours: torch.dtype, why: str) -> str:
+def _misfit(place: torch.Tensor, size: tuple[int, ...], dtype: torch.dtype) -> str:
+    """Return the reason why a tensor of the state does not take a saved tensor of this
+    size and dtype, or "".
+
+    It does not depend on the tensor's values and memory.
+    """
+    if is_fake(place):
+        return (
+            "the state's tensor is a fake tensor, which has no memory; make it outside of "
+            "FakeTensorMode"
+        )
+    if is_uninitialized(place):
+        return "the state's tensor has no memory yet; run one forward pass of the lazy module first"
+    if place.shape != size:
+        return f"the checkpoint has shape {list(size)}, the state {list(place.shape)}"
+    part = local_part(place)
+    if not part.is_meta and is_expanded(part):
+        return "the state's tensor is expanded, so that its elements share memory; clone() it first"
+    why = "" if part.is_meta else refused(dtype, place.dtype)
+    return why and _dtypes_differ(dtype, place.dtype, why)
+
+
+def _dtypes_differ(theirs: torch.dtype, ours: torch.dtype, why: str) -> str:
     theirs_name, ours_name = (str(dtype).removeprefix("torch.") for dtype in (theirs, ours))
-    return f"{path}: the checkpoint has {theirs_name}, the state {ours_name}, and {why}"
+    return f"the checkpoint has {theirs_name}, the state {ours_name}, and {why}"
+
+
+def _other_dtype(path: str, theirs: torch.dtype, ours: torch.dtype, why: str) -> str:
+    return f"{path}: {_dtypes_differ(theirs, ours, why)}"
 
 
 def _without_memory(part: torch.Tensor) -> str:

@@ -42,14 +42,14 @@ from ckptd.shared.errors import UnsavableValue
 class Modules:
     """The binder of the modules of a state.
 
-    `bind` binds any value of the state. `versions` has the versions of submodules for
+    `bind` binds any values of the state. `versions` has the versions of submodules for
     each saved module, by the key of the module.
     """
 
     def __init__(
         self,
         leaves: Leaves,
-        bind: Callable[[Any, Any, str], Value],
+        bind: Callable[[Mapping[Any, tuple[Any, Any, str]]], dict[Any, Value]],
         versions: Mapping[str, Versions],
     ) -> None:
         self._leaves = leaves
@@ -93,11 +93,10 @@ class Modules:
         # A module without state matches another.
         leaves.matched += not plain_names and not saved_names
         leaves.compare(saved_names, plain_names, path)
-        values = {
-            raw_of[name]: self._bind(own[raw_of[name]], tree[name], f"{inside}{name}")
-            for name in plain_names
-            if name in tree
-        }
+        found = [name for name in plain_names if name in tree]
+        values = self._bind({
+            raw_of[name]: (own[raw_of[name]], tree[name], f"{inside}{name}") for name in found
+        })  # fmt: skip
         if flat:
             return _flattened(place, own, values)
         through = self._through_loaders(
@@ -108,7 +107,7 @@ class Modules:
         )
 
         def put(resolve: Resolve) -> Any:
-            made = {raw: value(resolve) for raw, value in values.items()}
+            made: dict[str, Any] = {raw: value(resolve) for raw, value in values.items()}
             if reload:
                 found = _own_tensors(module, own)
                 found = {

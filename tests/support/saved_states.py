@@ -4,7 +4,7 @@ without a checkpoint.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -44,6 +44,9 @@ class Checkpoint:
 
     def dtype(self, name: str) -> torch.dtype:
         return self.tensors[name].dtype
+
+    def described(self, names: Sequence[str]) -> list[tuple[tuple[int, ...], torch.dtype]]:
+        return [(self.describe(name).size, self.dtype(name)) for name in names]
 
     def bind(self, state: Any, own: int | None = 0, **options: Any) -> Binding:
         foreign: Foreign = {}

@@ -447,11 +447,11 @@ def test_narrowing_is_said_once_with_the_number_of_tensors() -> None:
     assert remarks(saved, state) == [
         (
             logging.WARNING,
-            "2 tensors were converted from float32 to bfloat16, which holds fewer digits",
+            "1 tensors were converted from float64 to float32, which holds fewer digits",
         ),
         (
             logging.WARNING,
-            "1 tensors were converted from float64 to float32, which holds fewer digits",
+            "2 tensors were converted from float32 to bfloat16, which holds fewer digits",
         ),
     ]
     assert remarks(state, saved) == [], "widening loses nothing"
