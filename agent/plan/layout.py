@@ -30,7 +30,7 @@ from torch.distributed.tensor import DTensor
 
 from ckptd.agent.link.run_facts import run_facts
 from ckptd.agent.link.script import script, script_path, storable
-from ckptd.agent.plan.structure import PLAIN, shard_at
+from ckptd.agent.plan.structure import PLAIN, firsts, shard_at
 from ckptd.agent.state.dtypes import copyable, dtype_name, dtype_of, sizeless
 from ckptd.agent.state.tensor_check import check_tensor
 from ckptd.shared import __version__
@@ -135,6 +135,10 @@ def _clusters(tensors: dict[str, torch.Tensor]) -> list[_Cluster]:
 
     A tensor that is empty or overlaps no other is in none of them.
     """
+    parts = list(tensors.values())
+    addresses = map(torch.UntypedStorage.data_ptr, map(torch.Tensor.untyped_storage, parts))
+    if len(set(zip(map(_device, parts), addresses, strict=True))) == len(parts):
+        return []
     by_storage: dict[tuple[torch.device, int], list[str]] = defaultdict(list)
     for name, tensor in tensors.items():
         if tensor.numel():
@@ -226,22 +230,19 @@ def plan_locally(
     failpoint("agent.planning")
     tensors = savable(tensors)
     plain = {name: tensor for name, tensor in tensors.items() if type(tensor) in PLAIN}
-    dtype_names = {
-        dtype: dtype_name(dtype) for dtype in {tensor.dtype for tensor in tensors.values()}
-    }
     aliases, hidden = _aliases(plain)
     bases, of_modules = {alias.fqn: alias.base for alias in aliases}, set(buffers)
-    rows, shards = list[Row](), _Shards()
+    parts = list(plain.values())
+    columns = map(_dtype, parts), map(_shape, parts), map(torch.Tensor.stride, parts)
+    kinds = list(zip(*columns, map(_device, parts), map(_requires_grad, parts), strict=True))
+    known = {kind: _whole(tensor) for kind, tensor in firsts(kinds, parts).items()}
+    rows, shards, whole = list[Row](), _Shards(), map(known.__getitem__, kinds)
     for name, tensor in tensors.items():
         buffer, base = name in of_modules, bases.get(name, "")
-        if type(tensor) in PLAIN:  # as DCP's planner does: one item, which every rank could write
-            size = tuple(tensor.shape)
-            rows.append(Row(
-                name, dtype_names[tensor.dtype], size, (0,) * len(size), size, _stride(tensor),
-                tensor.device.type, tensor.requires_grad, True, buffer,
-                digest(tensor) if world_size > 1 and not buffer else b"", base,
-                tensor.is_contiguous(),
-            ))  # fmt: skip
+        if type(tensor) in PLAIN:
+            of_kind, in_order = next(whole)
+            compared = digest(tensor) if world_size > 1 and not buffer else b""
+            rows.append(Row(name, *of_kind, True, buffer, compared, base, in_order))
         else:
             # `check_tensor` refuses any other class
             assert isinstance(tensor, DTensor | ShardedTensor)
@@ -255,21 +256,67 @@ def plan_locally(
     return Local(rows, aliases, learned, settings)
 
 
+_Whole = tuple[
+    str, tuple[int, ...], tuple[int, ...], tuple[int, ...], tuple[int, ...] | None, str, bool
+]
+
+
+def _whole(tensor: torch.Tensor) -> tuple[_Whole, bool]:
+    """Return the fields of a Row from `dtype` to `requires_grad`, and `in_order`, for a
+    tensor that is one item, which every rank could write, as DCP's planner plans it.
+    """
+    size = tuple(tensor.shape)
+    return (
+        dtype_name(tensor.dtype), size, (0,) * len(size), size, _stride(tensor),
+        tensor.device.type, tensor.requires_grad,
+    ), tensor.is_contiguous()  # fmt: skip
+
+
 def savable(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Return the tensors in a form whose memory holds their values.
 
     Raises UnsavableValue, naming a tensor that cannot be saved.
     """
-    dtype_names = {
-        dtype: dtype_name(dtype) for dtype in {tensor.dtype for tensor in tensors.values()}
-    }
-    for name, tensor in tensors.items():
-        check_item(name, dtype_names[tensor.dtype])
+    parts = list(tensors.values())
+    dtypes = list(map(_dtype, parts))
+    names = {dtype: dtype_name(dtype) for dtype in dict.fromkeys(dtypes)}
+    if not (all(map(_is_name, tensors)) and all(map(element_size, names.values()))):
+        for name, dtype in zip(tensors, dtypes, strict=True):
+            check_item(name, names[dtype])
+    if PLAIN.issuperset(map(type, parts)):
+        kinds = list(zip(
+            map(type, parts), dtypes, map(_device, parts), map(_layout, parts),
+            map(torch.Tensor.dim, parts), map(torch.Tensor.is_conj, parts),
+            map(torch.Tensor.is_neg, parts), map(_is_nested, parts), strict=True,
+        ))  # fmt: skip
+        if all(map(_is_savable, firsts(kinds, parts).values())):
+            return tensors
     return {name: check_tensor(name, tensor) for name, tensor in tensors.items()}
+
+
+def _is_savable(tensor: torch.Tensor) -> bool:
+    """Return True if the memory of a tensor, and of all of its kind, holds its values."""
+    try:
+        return check_tensor("", tensor) is tensor
+    except UnsavableValue:
+        return False
+
+
+_dtype, _shape, _device, _layout, _requires_grad, _is_nested = (
+    attrgetter(name)
+    for name in ("dtype", "shape", "device", "layout", "requires_grad", "is_nested")
+)
+
+
+def _is_name(name: str) -> bool:
+    """Return True if an item can have this name."""
+    return 0 < len(name) < MAX_TEXT and name[0] != HIDDEN
 
 
 def check_item(name: str, dtype: str) -> None:
     """Raise UnsavableValue if an item cannot have this name or this dtype."""
+    if _is_name(name) and element_size(dtype):
+        return
     if not name:
         raise UnsavableValue("a tensor has an empty key: give it a name")
     if name.startswith(HIDDEN):
@@ -281,11 +328,10 @@ def check_item(name: str, dtype: str) -> None:
             f"{name[:40]}...: this key has {len(name):,d} characters; expected fewer than "
             f"{MAX_TEXT:,d}"
         )
-    if not element_size(dtype):
-        raise UnsavableValue(
-            f"{name}: a tensor of dtype {dtype} cannot be saved: expected elements of 1, 2, 4, 8 "
-            f"or 16 bytes"
-        )
+    raise UnsavableValue(
+        f"{name}: a tensor of dtype {dtype} cannot be saved: expected elements of 1, 2, 4, 8 "
+        f"or 16 bytes"
+    )
 
 
 class _Shards:

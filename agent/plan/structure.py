@@ -43,7 +43,8 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
 
 def accelerator_of(tensors: Iterable[torch.Tensor]) -> torch.device | None:
     """Return the device of the first tensor that is on an accelerator, or None."""
-    return next((t.device for t in tensors if t.device.type not in ("cpu", "meta")), None)
+    devices = dict.fromkeys(map(_device, tensors))
+    return next((device for device in devices if device.type not in ("cpu", "meta")), None)
 
 
 def current_accelerator(plan: Plan) -> torch.device | None:
@@ -329,6 +330,7 @@ def _passes(guard: Callable[..., bool], parts: list[torch.Tensor]) -> bool:
         return guard(*parts)
 
 
+_sizes_and_stride = attrgetter("sizes", "stride")
 _stride = torch.Tensor.stride
 _shape, _dtype, _device, _requires_grad = (
     attrgetter(name) for name in ("shape", "dtype", "device", "requires_grad")
@@ -380,18 +382,22 @@ class Sources:
         self._plan = plan
         numbers = {name: number for number, name in enumerate(structure.names)}
         self._numbers = [numbers.get(item.fqn, -1) for item in plan.items]
+        plain = PLAIN.issuperset(map(type, tensors.values()))
         self._special = [
             n
-            for n, item in enumerate(plan.items)
-            if item.fqn not in numbers or isinstance(tensors[item.fqn], ShardedTensor)
+            for n, (item, number) in enumerate(zip(plan.items, self._numbers, strict=True))
+            if number < 0 or (not plain and isinstance(tensors[item.fqn], ShardedTensor))
         ]
-        found = self.of([local_part(tensor) for tensor in tensors.values()], tensors)
+        found = self.of(_parts(list(tensors.values()))[0], tensors)
         self.device = accelerator_of(found)
-        self.unlike = [
-            n
-            for n, (item, tensor) in enumerate(zip(plan.items, found, strict=True))
-            if not _has_bytes_of(item, tensor)
-        ]
+        kinds = list(zip(
+            map(_sizes_and_stride, plan.items), map(type, found), map(_shape, found),
+            map(_stride, found), map(_device, found), map(torch.Tensor.is_neg, found),
+            map(torch.Tensor.is_conj, found), map(torch.Tensor._is_zerotensor, found), strict=True,
+        ))  # fmt: skip
+        pairs = list(zip(plan.items, found, strict=True))
+        alike = {kind for kind, pair in firsts(kinds, pairs).items() if _has_bytes_of(*pair)}
+        self.unlike = [n for n, kind in enumerate(kinds) if kind not in alike]
 
     def of(self, parts: list[torch.Tensor], tensors: dict[str, torch.Tensor]) -> list[torch.Tensor]:
         """Return the live tensor behind each item, in the order of the plan.
