@@ -55,6 +55,7 @@ from ckptd.shared.formats.plan import (
 )
 from ckptd.shared.formats.sharding import Box, Mesh
 from ckptd.shared.system import machine
+from ckptd.shared.system.collector import paused_collector
 from ckptd.shared.system.failpoints import failpoint
 
 
@@ -84,6 +85,7 @@ class Layout:
     signature: bytes
 
     @cached_property
+    @paused_collector()
     def columns(self) -> Columns:
         items = self.plan.items
         # Many items have few shapes.

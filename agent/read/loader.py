@@ -12,8 +12,10 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
+from enum import Enum
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -25,7 +27,7 @@ from torch.distributed.tensor import DTensor
 
 from ckptd.agent.plan.layout import memory
 from ckptd.agent.plan.save_plan import loads_as_weights, may_unpickle
-from ckptd.agent.plan.structure import PLAIN, local_part
+from ckptd.agent.plan.structure import PLAIN, firsts, local_part
 from ckptd.agent.read.saved import Reads, Saved, Shard
 from ckptd.agent.read.sources import Opened
 from ckptd.agent.read.upload import Upload, Wanted
@@ -58,31 +60,40 @@ def load(
     `upload`, or of an Upload of this call. Raises StructureMismatch if a shape differs,
     NotFound for an unknown name, IntegrityError, OSError.
     """
-    direct = Reads()
-    sent: list[Wanted] = []
+    names, tensors = list(destinations), list(destinations.values())
+    boxes = _own_boxes(destinations)
+    saved.check_each_whole(names)
+    sizes = [size for size, _ in saved.described(names)]  # raises if this torch lacks a dtype
+    if sizes != list(map(_shape, tensors)):
+        name, size, tensor = next(
+            found for found in zip(names, sizes, tensors, strict=True) if found[2].shape != found[1]
+        )
+        raise StructureMismatch(
+            f"{name}: the checkpoint has shape {list(size)}, the state {list(tensor.shape)}"
+        )
+    shards, parts = saved.shards_at(names, boxes), list(map(local_part, tensors))
+    kinds = list(zip(
+        map(type, parts), map(_dtype, parts), map(_shape, parts), map(_stride, parts),
+        map(_device, parts), map(torch.Tensor.is_conj, parts), map(torch.Tensor.is_neg, parts),
+        map(torch.Tensor.is_inference, parts),
+        [None if shard is None else _dtype_sizes_stride(shard.item) for shard in shards],
+        strict=True,
+    ))  # fmt: skip
+    found = list(zip(names, parts, shards, strict=True))
+    ways = {kind: _way(*first) for kind, first in firsts(kinds, found).items()}
+    direct, sent = Reads(), list[Wanted]()
     converted: list[tuple[torch.Tensor, Shard]] = []
     planned: dict[str, torch.Tensor] = {}
-    for name, tensor, box in _own_boxes(destinations):
-        saved.check_whole(name)
-        saved.dtype(name)  # raises if this torch does not have it
-        size = saved.describe(name).size
-        if tensor.shape != size:
-            raise StructureMismatch(
-                f"{name}: the checkpoint has shape {list(size)}, the state {list(tensor.shape)}"
-            )
-        shard, local = saved.shard_at(name, box), local_part(tensor)
-        if local.is_meta:
-            raise StructureMismatch(
-                f"{name}: the state's tensor is on the meta device, which has no memory"
-            )
+    for kind, (name, part, shard) in zip(kinds, found, strict=True):
+        way, length = ways[kind]
         if shard is None:
-            planned[name] = tensor
-        elif Upload.takes(local, dtype_of(shard.item.dtype)):
-            sent.append(Wanted(local, shard, 0, shard.stride))
-        elif _has_bytes_of(local, shard.item, dtype_of(shard.item.dtype)):
-            direct.add(shard, memory(local, shard.item.length))
+            planned[name] = destinations[name]
+        elif way is _Way.DIRECT:
+            direct.add(shard, memory(part, length))
+        elif way is _Way.SENT:
+            sent.append(Wanted(part, shard, 0, shard.stride))
         else:
-            converted.append((local, shard))
+            converted.append((part, shard))
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     planner.set_up_planner(planned, saved.metadata(planned), is_coordinator=True)
     # Before the first write: it may be refused.
@@ -95,6 +106,36 @@ def load(
         )
 
 
+class _Way(Enum):
+    """How a shard gets into its destination: read into it, sent there through a buffer of
+    an Upload, or copied by torch.
+    """
+
+    DIRECT, SENT, COPIED = range(3)
+
+
+def _way(name: str, part: torch.Tensor, shard: Shard | None) -> tuple[_Way, int]:
+    """Return the way of a shard into its destination, and the length of the shard.
+
+    Raises StructureMismatch if the destination has no memory.
+    """
+    if part.is_meta:
+        raise StructureMismatch(
+            f"{name}: the state's tensor is on the meta device, which has no memory"
+        )
+    if shard is None:
+        return _Way.COPIED, 0
+    dtype, length = dtype_of(shard.item.dtype), shard.item.length
+    if Upload.takes(part, dtype):
+        return _Way.SENT, length
+    return (_Way.DIRECT if _has_bytes_of(part, shard.item, dtype) else _Way.COPIED), length
+
+
+_dtype, _shape, _device = attrgetter("dtype"), attrgetter("shape"), attrgetter("device")
+_stride = torch.Tensor.stride
+_dtype_sizes_stride = attrgetter("dtype", "sizes", "stride")
+
+
 def check_partition(saved: Saved, destinations: Mapping[str, torch.Tensor]) -> None:
     """Check that this rank's part of every destination was saved as one shard.
 
@@ -102,7 +143,7 @@ def check_partition(saved: Saved, destinations: Mapping[str, torch.Tensor]) -> N
 
     Raises StructureMismatch, NotFound for an unknown name.
     """
-    for name, _, box in _own_boxes(destinations):
+    for name, box in zip(destinations, _own_boxes(destinations), strict=True):
         saved.describe(name)
         if box is not None and name not in saved.aliases:
             saved.check_box(name, box)
@@ -114,7 +155,7 @@ def needed_shards(saved: Saved, destinations: Mapping[str, torch.Tensor]) -> dic
     Raises StructureMismatch, NotFound for an unknown name.
     """
     found: dict[str, list[Shard]] = {}
-    for name, _, box in _own_boxes(destinations):
+    for name, box in zip(destinations, _own_boxes(destinations), strict=True):
         saved.describe(name)
         if name in saved.aliases:
             found[name] = [saved.aliases[name][0]]
@@ -134,14 +175,13 @@ def _meet(item: Item, box: Box) -> bool:
     )
 
 
-def _own_boxes(
-    destinations: Mapping[str, torch.Tensor],
-) -> Iterator[tuple[str, torch.Tensor, Box | None]]:
-    """Yield each name and tensor with the place and size of this rank's part in the
-    whole tensor, or None if the part is not one box.
+def _own_boxes(destinations: Mapping[str, torch.Tensor]) -> list[Box | None]:
+    """Return the place and size of this rank's part in each whole tensor, or None if the
+    part is not one box.
     """
     known: dict[object, Box | None] = {}  # of tensors that are sharded alike
-    for name, tensor in destinations.items():
+
+    def box_of(name: str, tensor: torch.Tensor) -> Box | None:
         box: Box | None = None
         if isinstance(tensor, DTensor):
             if tensor._spec not in known:
@@ -157,7 +197,17 @@ def _own_boxes(
             shard = tensor.local_shards()[0].metadata
             box = tuple(shard.shard_offsets), tuple(shard.shard_sizes)
         empty = box is not None and 0 in box[1]  # an empty shard may not have been saved
-        yield name, tensor, None if empty else box
+        return None if empty else box
+
+    tensors = list(destinations.values())
+    # Of a plain tensor the shape tells all.
+    kinds = [
+        tensor.shape if type(tensor) in PLAIN else number for number, tensor in enumerate(tensors)
+    ]
+    boxes = {
+        kind: box_of(*pair) for kind, pair in firsts(kinds, list(destinations.items())).items()
+    }
+    return list(map(boxes.__getitem__, kinds))
 
 
 def _check_placements(name: str, tensor: DTensor) -> None:

@@ -245,6 +245,13 @@ class Saved:
                 check_cover(name, *self._boxes(name))
             self._checked.add(name)
 
+    def check_each_whole(self, names: Sequence[str]) -> None:
+        """Call `check_whole` for each of these tensors that is not checked yet."""
+        self.ensure_all(names)
+        for name in names:
+            if name not in self._checked:
+                self.check_whole(name)
+
     def check_box(self, name: str, box: Box) -> None:
         """Raise StructureMismatch unless a shard with exactly this place and size is
         stored. The tensor counts as checked from now on.
@@ -270,6 +277,16 @@ class Saved:
             ),
             None,
         )
+
+    def shards_at(self, names: Sequence[str], boxes: Sequence[Box | None]) -> list[Shard | None]:
+        """Return `shard_at` for each of these tensors."""
+        return [
+            shards[0]
+            if (shards := self.shards.get(name))
+            and (shards[0].item.offsets, shards[0].item.sizes) == box
+            else self.shard_at(name, box)
+            for name, box in zip(names, boxes, strict=True)
+        ]
 
     def shard_of_whole(self, name: str) -> Shard | None:
         """Return the shard of a tensor that is stored as one, which is then the whole
