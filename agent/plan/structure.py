@@ -41,6 +41,11 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
+def local_parts(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return `local_part` of each tensor."""
+    return list(tensors if PLAIN.issuperset(map(type, tensors)) else map(local_part, tensors))
+
+
 def accelerator_of(tensors: Iterable[torch.Tensor]) -> torch.device | None:
     """Return the device of the first tensor that is on an accelerator, or None."""
     devices = dict.fromkeys(map(_device, tensors))
@@ -388,7 +393,7 @@ class Sources:
             for n, (item, number) in enumerate(zip(plan.items, self._numbers, strict=True))
             if number < 0 or (not plain and isinstance(tensors[item.fqn], ShardedTensor))
         ]
-        found = self.of(_parts(list(tensors.values()))[0], tensors)
+        found = self.of(local_parts(list(tensors.values())), tensors)
         self.device = accelerator_of(found)
         kinds = list(zip(
             map(_sizes_and_stride, plan.items), map(type, found), map(_shape, found),

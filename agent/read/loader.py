@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor
 
 from ckptd.agent.plan.layout import memory
 from ckptd.agent.plan.save_plan import loads_as_weights, may_unpickle
-from ckptd.agent.plan.structure import PLAIN, firsts, local_part
+from ckptd.agent.plan.structure import PLAIN, firsts, local_parts
 from ckptd.agent.read.saved import Reads, Saved, Shard
 from ckptd.agent.read.sources import Opened
 from ckptd.agent.read.upload import Upload, Wanted
@@ -71,7 +71,7 @@ def load(
         raise StructureMismatch(
             f"{name}: the checkpoint has shape {list(size)}, the state {list(tensor.shape)}"
         )
-    shards, parts = saved.shards_at(names, boxes), list(map(local_part, tensors))
+    shards, parts = saved.shards_at(names, boxes), local_parts(tensors)
     kinds = list(zip(
         map(type, parts), map(_dtype, parts), map(_shape, parts), map(_stride, parts),
         map(_device, parts), map(torch.Tensor.is_conj, parts), map(torch.Tensor.is_neg, parts),
@@ -201,9 +201,12 @@ def _own_boxes(destinations: Mapping[str, torch.Tensor]) -> list[Box | None]:
 
     tensors = list(destinations.values())
     # Of a plain tensor the shape tells all.
-    kinds = [
-        tensor.shape if type(tensor) in PLAIN else number for number, tensor in enumerate(tensors)
-    ]
+    kinds: list[object] = list(map(_shape, tensors))
+    if not PLAIN.issuperset(map(type, tensors)):
+        kinds = [
+            kind if type(tensor) in PLAIN else number
+            for number, (kind, tensor) in enumerate(zip(kinds, tensors, strict=True))
+        ]
     boxes = {
         kind: box_of(*pair) for kind, pair in firsts(kinds, list(destinations.items())).items()
     }

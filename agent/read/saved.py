@@ -7,7 +7,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import torch
@@ -90,9 +90,9 @@ class Saved:
     """
     _checked: set[str] = field(default_factory=set)
     """Names of the tensors that `check_whole` need not look at again."""
-    _dtypes: dict[str, torch.dtype] = field(default_factory=dict)
-    """The dtypes that `dtype` has returned: a recovery asks for that of a tensor ten
-    times.
+    _known: dict[str, tuple[tuple[int, ...], torch.dtype]] = field(default_factory=dict)
+    """The sizes and dtypes that `described` and `dtype` have found: a recovery asks for
+    those of a tensor ten times.
     """
 
     @classmethod
@@ -150,6 +150,9 @@ class Saved:
 
     def described(self, names: Sequence[str]) -> list[tuple[tuple[int, ...], torch.dtype]]:
         """Return the size and the dtype of each tensor. Raises as `dtype`."""
+        known = list(map(self._known.get, names))
+        if None not in known:
+            return cast(list[tuple[tuple[int, ...], torch.dtype]], known)
         self.ensure_all(names)
         entries = [
             shards[0].item if (shards := self.shards.get(name)) and name[:1] != HIDDEN
@@ -157,9 +160,9 @@ class Saved:
             for name in names
         ]  # fmt: skip
         kinds = [(entry.size, entry.dtype) for entry in entries]
-        known = {kind: (kind[0], self.dtype(name)) for kind, name in firsts(kinds, names).items()}
-        found = list(map(known.__getitem__, kinds))
-        self._dtypes.update(zip(names, (dtype for _, dtype in found), strict=True))
+        of_kind = {kind: (kind[0], self.dtype(name)) for kind, name in firsts(kinds, names).items()}
+        found = list(map(of_kind.__getitem__, kinds))
+        self._known.update(zip(names, found, strict=True))
         return found
 
     def dtype(self, name: str) -> torch.dtype:
@@ -168,11 +171,11 @@ class Saved:
         Raises NotFound for an unknown name, and for a dtype that this torch does not
         have.
         """
-        if (known := self._dtypes.get(name)) is not None:
-            return known
-        dtype, _ = self.shape(name)
+        if (known := self._known.get(name)) is not None:
+            return known[1]
+        dtype, size = self.shape(name)
         try:
-            return self._dtypes.setdefault(name, dtype_of(dtype))
+            return self._known.setdefault(name, (size, dtype_of(dtype)))[1]
         except NotFound:
             needed = (
                 f"torch {self.torch_version}, which saved it, or a newer one"

@@ -18,7 +18,7 @@ import torch
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.tensor import DTensor
 
-from ckptd.agent.plan.structure import firsts, local_part, reach
+from ckptd.agent.plan.structure import firsts, local_part, local_parts, reach
 from ckptd.agent.read.loader import copy_any
 from ckptd.agent.read.saved import Saved
 from ckptd.agent.state.dtypes import copyable
@@ -257,13 +257,17 @@ def sharing(destinations: Mapping[str, torch.Tensor]) -> list[list[str]]:
 
     Shards of a ShardedTensor are not examined.
     """
-    names, parts = list[str](), list[torch.Tensor]()
-    for name, tensor in destinations.items():
-        if not isinstance(tensor, ShardedTensor):
-            names.append(name)
-            parts.append(local_part(tensor))
+    places: Sequence[torch.Tensor] = list(destinations.values())
+    names = list(destinations)
+    if ShardedTensor in set(map(type, places)):
+        names = [name for name in names if not isinstance(destinations[name], ShardedTensor)]
+        places = [destinations[name] for name in names]
+    parts = local_parts(places)
+    devices = set(map(_device, parts))
+    if len(devices) == 1:
+        return _overlapping(names, parts)
     groups: list[list[str]] = []
-    for device in dict.fromkeys(map(_device, parts)):
+    for device in devices:
         here = [number for number, part in enumerate(parts) if part.device == device]
         groups += _overlapping([names[n] for n in here], [parts[n] for n in here])
     return groups

@@ -4,10 +4,10 @@ to make, keys to compare, differences, and calls of the loaders of the caller's 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
-from itertools import chain
 from operator import attrgetter
 from typing import Any
 
@@ -47,7 +47,9 @@ from ckptd.agent.state.tree import (
 )
 from ckptd.shared.errors import CkptdError, RecoveryFailed
 
-_dtype, _shape, _is_meta = attrgetter("dtype"), attrgetter("shape"), attrgetter("is_meta")
+_dtype, _shape, _is_meta, _requires_grad = (
+    attrgetter(name) for name in ("dtype", "shape", "is_meta", "requires_grad")
+)
 _stride = torch.Tensor.stride
 
 Resolve = Callable[[str], torch.Tensor]
@@ -191,19 +193,16 @@ class Leaves:
         others = all_lacking_memory(places)
         if len(fitting) < len(set(kinds)):
             others = sorted({*others, *(n for n, kind in enumerate(kinds) if kind not in fitting)})
-        left = set(others)
-        bound = [n for n in range(len(places)) if n not in left] if left else range(len(places))
-        self.matched += len(bound)
-        self.in_place.update(
-            (
-                names[n],
-                place
-                if type(place) is torch.Tensor and not place.requires_grad
-                else place.detach(),
-            )
-            for n, place in zip(bound, map(places.__getitem__, bound), strict=True)
-        )
-        self.paths.update((names[n], paths[n]) for n in bound)
+        if others:
+            left = set(others)
+            numbers = [number for number in range(len(places)) if number not in left]
+            names, paths = [names[n] for n in numbers], [paths[n] for n in numbers]
+            places = [places[n] for n in numbers]
+        self.matched += len(places)
+        if set(map(type, places)) != {torch.Tensor} or any(map(_requires_grad, places)):
+            places = [place.detach() for place in places]
+        self.in_place.update(zip(names, places, strict=True))
+        self.paths.update(zip(names, paths, strict=True))
         return others
 
     def convert(self, name: str, path: str, dtype: torch.dtype) -> None:
@@ -240,10 +239,12 @@ class Leaves:
         """Read the saved values, and record what would be lost where these values
         decide it.
         """
+        places = self.in_place | self._loaded
+        theirs = self.saved.described(list(places))
         wanted: dict[str, tuple[torch.Tensor | None, torch.dtype]] = {
             name: (place, place.dtype)
-            for name, place in chain(self.in_place.items(), self._loaded.items())
-            if place.dtype is not self.saved.dtype(name)
+            for (name, place), (_, dtype) in zip(places.items(), theirs, strict=True)
+            if place.dtype is not dtype
         }
         wanted |= {name: (None, dtype) for name, dtype in self.fresh_dtypes.items()}
         for name, loss in converted_losses(self.saved, wanted, read):
@@ -254,7 +255,7 @@ class Leaves:
         for pair in unequal(self.saved, self._expected, read):
             sentence, keep = self._expected[pair]
             self.differ(sentence, keep=keep)
-        for one, other in shared_losses(self.saved, self.in_place | self._loaded, read):
+        for one, other in shared_losses(self.saved, places, read):
             self.differ(
                 f"{self.paths[one]} and {self.paths[other]} share memory in the state, and differ "
                 f"in the checkpoint: untie them, or "
@@ -266,15 +267,10 @@ class Leaves:
         """Return the number of tensors that are converted to a narrower dtype, by
         dtypes.
         """
-        found: dict[tuple[torch.dtype, torch.dtype], int] = {}
-        for name, dtype in [
-            *((name, place.dtype) for name, place in self.in_place.items()),
-            *self.fresh_dtypes.items(),
-        ]:
-            own = self.saved.dtype(name)
-            if own != dtype and narrows(own, dtype):
-                found[own, dtype] = found.get((own, dtype), 0) + 1
-        return found
+        dtypes = {name: place.dtype for name, place in self.in_place.items()} | self.fresh_dtypes
+        own = [dtype for _, dtype in self.saved.described(list(dtypes))]
+        found = Counter(zip(own, dtypes.values(), strict=True))
+        return {pair: count for pair, count in found.items() if narrows(*pair)}
 
     def compare(self, theirs: list[Any], ours: list[Any], path: str) -> None:
         """Record the keys that only one side has.

@@ -49,51 +49,55 @@ def scatter(
     target lies outside all chunks, or OSError. Some targets may be partly filled by
     then, and hold bytes of the damaged chunk.
     """
-    starts = [r.offset for r in source.ranges]
+    ranges = source.ranges
+    starts, ends = [r.offset for r in ranges], [r.offset + r.length for r in ranges]
     wanted: dict[int, list[tuple[int, memoryview]]] = defaultdict(list)
     for offset, view in targets:
         position, end = offset, offset + len(view)
         number = bisect.bisect_right(starts, offset) - 1
+        if number >= 0 and position < end <= ends[number]:  # nearly all of many
+            wanted[number].append((position - starts[number], view))
+            continue
         while position < end:
-            if (
-                number < 0
-                or number >= len(starts)
-                or not 0 <= position - starts[number] < source.ranges[number].length
-            ):
+            if number < 0 or number >= len(starts) or not starts[number] <= position < ends[number]:
                 raise IntegrityError(
                     f"bytes {position} to {end} of the packed slot lie in no chunk"
                 )
-            stop = min(end, starts[number] + source.ranges[number].length)
+            stop = min(end, ends[number])
             wanted[number].append(
                 (position - starts[number], view[position - offset : stop - offset])
             )
             position, number = stop, number + 1
 
-    shared = _overlap(view for views in wanted.values() for _, view in views)
-
-    def places(number: int) -> list[memoryview]:
-        """Return the views that divide the whole chunk among them, in order, or [] if
-        there are none or most are small.
-
-        Targets that share memory are not read in place: the bytes of one could be
-        verified after those of another have replaced them.
-        """
-        if shared:
-            return []
-        found, end = [], 0
-        for at, view in sorted(wanted[number], key=itemgetter(0)):
-            if at != end:
-                return []
-            found.append(view)
-            end += len(view)
-        whole = end == source.ranges[number].length
-        return found if whole and (len(found) == 1 or end >= len(found) * _LARGE) else []
+    divided = {
+        number: found
+        for number, views in wanted.items()
+        if (found := _dividing(views, ranges[number].length))
+    }
+    # The bytes of one target could be verified after those of another have replaced them.
+    if divided and _overlap(view for views in wanted.values() for _, view in views):
+        divided = {}
 
     def copy_out(number: int, raw: memoryview) -> None:
         for at, view in wanted[number]:
             view[:] = raw[at : at + len(view)]
 
-    return _each(source, sorted(wanted), places, copy_out, threads)
+    return _each(source, sorted(wanted), lambda number: divided.get(number, []), copy_out, threads)
+
+
+def _dividing(views: list[tuple[int, memoryview]], length: int) -> list[memoryview]:
+    """Return the views that divide a whole chunk of this length among them, in order, or
+    [] if there are none or most are small. Each view has its place in the chunk.
+    """
+    if len(views) > 1 and length < len(views) * _LARGE:
+        return []
+    found, end = [], 0
+    for at, view in sorted(views, key=itemgetter(0)):
+        if at != end:
+            return []
+        found.append(view)
+        end += len(view)
+    return found if end == length else []
 
 
 def _overlap(views: Iterable[memoryview]) -> bool:
