@@ -91,12 +91,11 @@ class Sharing:
 
     @classmethod
     def of(cls, parts: list[torch.Tensor]) -> Sharing:
+        held = map(torch.UntypedStorage.data_ptr, map(torch.Tensor.untyped_storage, parts))
         numbers: dict[int, int] = {}
-        storages = [
-            numbers.setdefault(part.untyped_storage().data_ptr(), len(numbers)) for part in parts
-        ]
+        storages = [numbers.setdefault(storage, len(numbers)) for storage in held]
         often = Counter(storages) if len(numbers) < len(storages) else Counter()
-        shared = [number for number, storage in enumerate(storages) if often[storage] > 1]
+        shared = [n for n, storage in enumerate(storages) if often[storage] > 1] if often else []
         return cls(list(map(_device, parts)), storages, shared, _places(parts, shared))
 
     def holds(self, parts: list[torch.Tensor]) -> bool:

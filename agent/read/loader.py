@@ -15,6 +15,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from enum import Enum
+from itertools import compress
 from operator import attrgetter
 from typing import Any
 
@@ -25,7 +26,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.tensor import DTensor
 
-from ckptd.agent.plan.layout import memory
+from ckptd.agent.plan.layout import memories, memory
 from ckptd.agent.plan.save_plan import loads_as_weights, may_unpickle
 from ckptd.agent.plan.structure import PLAIN, firsts, local_parts
 from ckptd.agent.read.saved import Reads, Saved, Shard
@@ -81,19 +82,24 @@ def load(
     ))  # fmt: skip
     found = list(zip(names, parts, shards, strict=True))
     ways = {kind: _way(*first) for kind, first in firsts(kinds, found).items()}
+    way_of = list(map(ways.__getitem__, kinds))
     direct, sent = Reads(), list[Wanted]()
     converted: list[tuple[torch.Tensor, Shard]] = []
     planned: dict[str, torch.Tensor] = {}
-    for kind, (name, part, shard) in zip(kinds, found, strict=True):
-        way, length = ways[kind]
-        if shard is None:
-            planned[name] = destinations[name]
-        elif way is _Way.DIRECT:
-            direct.add(shard, memory(part, length))
-        elif way is _Way.SENT:
-            sent.append(Wanted(part, shard, 0, shard.stride))
-        else:
-            converted.append((part, shard))
+    if any(way is not _Way.DIRECT for way, _ in ways.values()):
+        for (way, _), (name, part, shard) in zip(way_of, found, strict=True):
+            if shard is None:
+                planned[name] = destinations[name]
+            elif way is _Way.SENT:
+                sent.append(Wanted(part, shard, 0, shard.stride))
+            elif way is _Way.COPIED:
+                converted.append((part, shard))
+    read = [way is _Way.DIRECT for way, _ in way_of]
+    lengths = [length for way, length in way_of if way is _Way.DIRECT]
+    direct.add_all(
+        [shard for shard in compress(shards, read) if shard is not None],
+        memories(list(compress(parts, read)), lengths),
+    )
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     planner.set_up_planner(planned, saved.metadata(planned), is_coordinator=True)
     # Before the first write: it may be refused.

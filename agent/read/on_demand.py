@@ -9,7 +9,9 @@ import threading
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Protocol
+from itertools import repeat
+from operator import attrgetter
+from typing import Protocol, cast
 
 from ckptd.agent.read.saved import Saved, Shard
 from ckptd.shared.errors import IntegrityError, NotFound
@@ -22,6 +24,9 @@ OPENED_AT_ONCE = 16
 """The parts in an object store that are opened at the same time. Each takes several
 requests.
 """
+
+
+_form = attrgetter("dtype", "size", "sizes")
 
 
 class OpenPart(ChunkSource, Protocol):
@@ -99,11 +104,13 @@ class PartOnDemand:
         reader, items, aliases = self.reader, self._items, self._aliases
         offsets, sizes = ((0,), None) if place is None else place
         wanted = (entry["dtype"], tuple(entry.get("size", ())))
+        known = [items.get((fqn, offsets)) for fqn in names]
+        if None not in known and set(map(_form, known)) == {(*wanted, sizes)}:
+            return list(zip(cast(list[Item], known), repeat(None)))  # nearly always
         found = list[tuple[Item, Alias | None]]()
-        for fqn in names:
-            item = items.get((fqn, offsets))
+        for fqn, item in zip(names, known, strict=True):
             if item is not None and (
-                (item.dtype, item.size, item.sizes) == (*wanted, sizes)
+                _form(item) == (*wanted, sizes)
                 if sizes is not None
                 else item.dtype == entry["dtype"] == BLOB
             ):

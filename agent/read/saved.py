@@ -7,6 +7,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any, cast
 
 import msgspec
@@ -58,6 +59,15 @@ class Reads:
         if view:
             self._targets.setdefault(id(shard.source), (shard.source, []))[1].append(
                 (shard.item.offset + begin, view)
+            )
+
+    def add_all(self, shards: Sequence[Shard], views: Sequence[memoryview]) -> None:
+        """Have the bytes of each shard read into the view of its length."""
+        offsets = map(attrgetter("item.offset"), shards)
+        found = list(zip(map(attrgetter("source"), shards), offsets, views, strict=True))
+        for source in {id(source): source for source, _, _ in found}.values():
+            self._targets.setdefault(id(source), (source, []))[1].extend(
+                (offset, view) for of, offset, view in found if of is source and view
             )
 
     def run(self, threads: int | None = None) -> int:
