@@ -116,7 +116,7 @@ bench: $(INSTALLED)
 	-$(RUN) -m benchmarks.object_store
 	$(RUN) -m benchmarks.table
 
-# Measures this version beside the commit in benchmarks/baseline, by turns, for about ten minutes, or an hour with LONG=1, and fails if a figure
+# Measures this version beside the commit in benchmarks/baseline, by turns, for about twelve minutes, or an hour with LONG=1, and fails if a figure
 # has become worse. ROWS="A;B" selects rows. HERE=1 measures this version alone, beside plain copies and writes, and fails past twice the limits.
 perf: $(INSTALLED)
 	$(RUN) -m benchmarks.perf $(if $(LONG),--long) $(if $(HERE),--here) $(if $(ROWS),--rows "$(ROWS)")

@@ -13,9 +13,10 @@ peer's memory gone too, from the disk, and from a disk that is slowed down to 0.
 from __future__ import annotations
 
 import argparse
+import ctypes
 import time
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -24,10 +25,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.delta_saves import slow_reads
 from benchmarks.rows import Row, drop_pages, keep, settled
 from ckptd import per_rank
 from ckptd.agent import Agent
+from ckptd.agent.copy.mapping import map_segment, present
 from ckptd.agent.link.arguments import job_store
 from ckptd.agent.peers.pair import Pair, finish
 from tests.support.nodes import Nodes, nodes
@@ -135,10 +136,33 @@ def recover(sockets: list[Path], megabytes: Sequence[int], *, slow: bool) -> tup
     and the bytes that came from the memory of the other node.
     """
     begin(sockets, megabytes)
+    return _recover(slow=slow)
+
+
+def recover_beside(sockets: list[Path], megabytes: Sequence[int]) -> tuple[float, float, int]:
+    """Recover into zeros, right after the transport has carried as many bytes over a new
+    connection. Return the seconds of both, and the bytes that came from the other node.
+    """
+    begin(sockets, megabytes)
+    connect()
+    beside = transport(megabytes[1] << 20, (1,))
+    seconds, copied = _recover()
+    return seconds, beside, copied
+
+
+def _slow_reads() -> AbstractContextManager[None]:
+    # An earlier version of ckptd, which has not all that this module imports, is measured
+    # with a fast disk only.
+    from benchmarks.delta_saves import slow_reads
+
+    return slow_reads()
+
+
+def _recover(*, slow: bool = False) -> tuple[float, int]:
     HERE["weight"].zero_()
     dist.barrier()
     begun = time.perf_counter()
-    with slow_reads() if slow else nullcontext():
+    with _slow_reads() if slow else nullcontext():
         found = HERE["agent"].recover(HERE["state"])
     assert found is not None
     return time.perf_counter() - begun, found.peer_bytes
@@ -221,6 +245,36 @@ def measure_recovery(place: Nodes, megabytes: int, rounds: int) -> list[Row]:
             beside={"this disk / the peer": _ratio(times["disk"], peer)},
         ),
     ]  # fmt: skip
+
+
+def recoveries(megabytes: int, calls: int) -> tuple[list[tuple[float, float]], float]:
+    """Return the seconds of recoveries of a replaced node from its peer, each with those
+    of the transport, and the share of the peer's slot that is in huge pages.
+    """
+    found, state = list[tuple[float, float]](), (1, megabytes)
+    with nodes(2, environ={"CKPTD_REPLICAS": "1"}) as place:
+        sockets = [node.home.socket for node in place]
+        _saved(place, state)
+        share = huge_share(max(place[0].segments(), key=lambda file: file.stat().st_size))
+        for _ in range(calls):
+            place[1].lose()
+            place[1].start()
+            with Ranks(2) as ranks:
+                seconds, beside, copied = ranks.call(recover_beside, sockets, state)[1]
+            assert copied >= megabytes << 20, copied
+            found.append((seconds, beside))
+    return found, share
+
+
+def huge_share(segment: Path) -> float:
+    """Return the share of a segment's pages that this process maps as parts of huge pages."""
+    length = segment.stat().st_size
+    with segment.open("rb") as file:
+        mapped = map_segment(file.fileno(), length, writable=False)
+    with present(ctypes.addressof(mapped), length):
+        lines = Path("/proc/self/smaps").read_text().partition(str(segment))[2].splitlines()
+    huge = next(line for line in lines if line.startswith("ShmemPmdMapped"))
+    return int(huge.split()[1]) * 1024 / length
 
 
 def _ratio(ones: list[float], others: list[float]) -> float:

@@ -38,7 +38,7 @@ from benchmarks.rows import settled
 
 HERE = Path(__file__).parent
 HISTORY = HERE.parent / "docs" / "explanation" / "figures-by-commit.md"
-SHORT, LONG = 3, 12  # rounds: about ten minutes, and an hour
+SHORT, LONG = 3, 12  # rounds: about twelve minutes, and an hour
 _SELDOM = 7
 """The long form measures the rows of `SELDOM` in one of so many rounds."""
 LIMITS = {

@@ -555,6 +555,17 @@ def one_tensor(megabytes: int) -> Row:
     return row
 
 
+def from_peer(megabytes: int) -> Row:
+    """Measure recoveries of a replaced node from the memory of its peer, beside the same
+    kind of connection alone.
+    """
+    from benchmarks.peers import recoveries
+
+    pairs, share = recoveries(megabytes, CALLS)
+    pages = f"slot warm, {share:.0%} in huge pages"
+    return Row({"recover": Figure(pairs, "transport", megabytes << 20, pages)})
+
+
 def floats(count: int) -> Row:
     """Measure the snapshot of a long list of numbers, beside its encoding by msgspec."""
     import msgspec
@@ -654,6 +665,7 @@ ROWS: dict[str, Callable[[], Row]] = {
     "100 tensors of 2 MB": lambda: frozen(200),
     "a checkpoint of 200 MB": lambda: one_tensor(200),
     "a list of 1,000,000 floats": lambda: floats(1_000_000),
+    "512 MB from a peer": lambda: from_peer(512),
     "a training of 150 MB": steps,
     "a process": start,
     "a daemon": idle,

@@ -129,6 +129,8 @@ class ChunkExchange:
             part = self._opened.part(rank)
             assert isinstance(part, PartWithSlot)
             part.slot = PeerSlot(requests, server, rank, part.part.index.chunks)
+            # So that as many chunks are requested at once as a connection takes.
+            part.remote = True
             self._peer_slots.append(part.slot)
 
     def _new_client(self) -> Store | None:

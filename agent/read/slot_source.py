@@ -156,7 +156,8 @@ class PartWithSlot:
     from, if there is one. `close` closes the part.
 
     Once the slot fails to give a chunk, this chunk and all later ones are read from
-    storage. The slot stays the caller's. `slot` may be set while no read is under way.
+    storage. The slot stays the caller's. `slot` may be set while no read is under way, and
+    `remote` with it, for a slot in the memory of a peer.
     """
 
     def __init__(self, part: PartReader, slot: ReadableSlot | None) -> None:

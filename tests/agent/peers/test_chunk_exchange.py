@@ -87,6 +87,8 @@ def test_a_rank_reads_from_another_and_not_from_storage(
         assert [(one["serves"], one["wants"]) for one in said] == [([0], []), ([], [(0, 100)])]
         with ThreadPoolExecutor(2) as threads:
             list(threads.map(lambda each: each.begin(said), (serving, reading)))
+        assert second.part(0).remote
+        assert not first.part(0).remote
         assert second.verify() == reading.bytes_read > 0
         served = list(serving._threads)
         reading.end_reading()
