@@ -313,8 +313,8 @@ def _guard(parts: list[torch.Tensor]) -> Callable[..., bool] | None:
     try:
         guards: Any = import_module("torch._C._dynamo.guards")
         sizes, strides = (
-            [list(part.shape) for part in parts],
-            [list(part.stride()) for part in parts],
+            list(map(list, map(_shape, parts))),
+            list(map(list, map(_stride, parts))),
         )
         with torch.enable_grad():
             made: Callable[..., bool] = guards.TensorGuards(
