@@ -16,6 +16,7 @@ from ckptd.agent.plan.layout import (
     digest,
     lay_out,
     layout_of,
+    memories,
     memory,
     plan_locally,
     weigh,
@@ -247,3 +248,32 @@ def test_the_digest_of_an_accelerator_needs_little_memory(
     with Sizes():
         assert int(weigh(data)) == expected
     assert largest[0] <= 8000
+
+
+def test_the_views_of_many_tensors_are_their_memory() -> None:
+    tensors = [torch.arange(size, dtype=torch.uint8) for size in (3, 0, 70, 1)]
+    views = memories(tensors, [tensor.nbytes for tensor in tensors])
+    assert [view.tolist() for view in views] == [tensor.tolist() for tensor in tensors]
+    views[2][1] = 200
+    assert tensors[2][1] == 200
+    assert memories([], []) == []
+    assert memories([torch.empty(0)], [0]) == [memory(torch.empty(0), 0)]
+
+
+def test_the_columns_of_a_layout_are_those_of_dense_tensors_in_the_slot() -> None:
+    tensors = {
+        "matrix": torch.zeros(2, 3),
+        "turned": torch.zeros(2, 3).T,
+        "number": torch.tensor(1),
+        "empty": torch.zeros(2, 0, 3),
+        "again": torch.zeros(2, 3),
+    }
+    found = layout_of(plan_locally(tensors).rows, [], metadata=None, global_plan=b"")
+    sources = [tensors[item.fqn] for item in found.plan.items]
+    columns = found.columns
+    assert columns.offsets == [item.offset for item in found.plan.items]
+    assert columns.lengths == [tensor.nbytes for tensor in sources]
+    assert columns.dtypes == [tensor.dtype for tensor in sources]
+    assert columns.shapes == [tensor.shape for tensor in sources]
+    assert columns.strides == [tensor.stride() for tensor in sources]
+    assert columns.elsewhere == []

@@ -19,8 +19,10 @@ from ckptd.agent.plan.structure import (
     Sources,
     Structure,
     accelerator_of,
+    all_lacking_memory,
     current_accelerator,
     difference,
+    lacking_memory,
     local_part,
 )
 from ckptd.shared.errors import UnsavableValue
@@ -235,3 +237,15 @@ def test_the_accelerator_of_a_plan_is_the_current_one(monkeypatch: pytest.Monkey
     assert current_accelerator(plan) is None
     plan.items[0] = msgspec.structs.replace(plan.items[0], device="cuda")
     assert current_accelerator(plan) == torch.device("cuda", 3)
+
+
+def test_tensors_without_enough_memory_are_found_among_many() -> None:
+    freed, short, view = torch.ones(4), torch.ones(4, 2).T, torch.ones(8)[4:]
+    tensors = [torch.ones(4), freed, torch.empty(0), short, view, torch.ones(4, device="meta")]
+    freed.untyped_storage().resize_(0)
+    short.untyped_storage().resize_(28)
+    view.untyped_storage().resize_(28)
+    assert all_lacking_memory(tensors) == [1, 3, 4]
+    assert [bool(lacking_memory(tensor)) for tensor in tensors] == [
+        number in (1, 3, 4) for number in range(6)
+    ]
