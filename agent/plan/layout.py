@@ -59,7 +59,7 @@ from ckptd.shared.system.collector import paused_collector
 from ckptd.shared.system.failpoints import failpoint
 
 
-class Columns(NamedTuple):
+class ItemColumns(NamedTuple):
     """The items of a plan in columns: their places in a slot, in bytes, and the dtypes,
     shapes and strides of dense tensors there.
 
@@ -86,7 +86,7 @@ class Layout:
 
     @cached_property
     @paused_collector()
-    def columns(self) -> Columns:
+    def columns(self) -> ItemColumns:
         items = self.plan.items
         # Many items have few shapes.
         kinds = list(map(attrgetter("dtype", "sizes", "stride"), items))
@@ -101,7 +101,7 @@ class Layout:
         lengths, dtypes, shapes, strides = (list(map(itemgetter(n), found)) for n in range(4))
         devices = list(map(attrgetter("device"), items))
         elsewhere = [number for number, device in enumerate(devices) if device != "cpu"]
-        return Columns([item.offset for item in items], lengths, dtypes, shapes, strides, elsewhere)
+        return ItemColumns([item.offset for item in items], lengths, dtypes, shapes, strides, elsewhere)
 
 
 # Bytes that are digested at once. As 64-bit integers, they and their places take 16 times
