@@ -101,7 +101,9 @@ class Layout:
         lengths, dtypes, shapes, strides = (list(map(itemgetter(n), found)) for n in range(4))
         devices = list(map(attrgetter("device"), items))
         elsewhere = [number for number, device in enumerate(devices) if device != "cpu"]
-        return ItemColumns([item.offset for item in items], lengths, dtypes, shapes, strides, elsewhere)
+        return ItemColumns(
+            [item.offset for item in items], lengths, dtypes, shapes, strides, elsewhere
+        )
 
 
 # Bytes that are digested at once. As 64-bit integers, they and their places take 16 times
