@@ -113,8 +113,8 @@ def load(
 
 
 class _Way(Enum):
-    """How a shard gets into its destination: read into it, sent there through a buffer of
-    an Upload, or copied by torch.
+    """The way of a shard into its destination: by a read straight into that, through a
+    buffer of an Upload, or by a copy of torch's.
     """
 
     DIRECT, SENT, COPIED = range(3)

@@ -88,7 +88,7 @@ class SavedParameters:
 
     @cached_property
     def _names(self) -> _Names:
-        """The names in the saved tree. Found when first needed, because only optimizers do."""
+        """Return the names in the saved tree, which only optimizers ask for."""
         found = _Names()
         found.collect(self._tree, "")
         return found

@@ -115,7 +115,7 @@ def types_of(values: Collection[Any], encoded: Encoded | None = None) -> set[typ
 
     Takes little time for a million values, and least if all have the same type.
 
-    encoded: is asked first, and gets the values if they are a long list of floats.
+    encoded: lists that are known to be floats. `values` are added if they are such a list.
     """
     if encoded and id(values) in encoded:
         return {float}
